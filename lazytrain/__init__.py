@@ -1,0 +1,48 @@
+"""Fine-tune all the weights of a large language model on one GPU that is too small for it.
+
+The public names load on first use, so that the planner (`lazytrain.solver`) needs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Model": "base",
+    "Unit": "base",
+    "ParamSpec": "base",
+    "StepMetrics": "base",
+    "LazyTrainError": "errors",
+    "Optimizer": "optimizer",
+    "adamw": "optimizer",
+    "adamw8bit": "optimizer",
+    "choose_plan": "planning",
+    "default_limits": "planning",
+    "ProgramCache": "programs",
+    "constant": "schedules",
+    "cosine": "schedules",
+    "linear": "schedules",
+    "resident_plan": "standard_plans",
+    "streaming_plan": "standard_plans",
+    "TrainState": "trainer",
+    "make_train_step": "trainer",
+    "read_params": "trainer",
+    "train_step": "trainer",
+    "unit_params": "trainer",
+    "block_model": "blocks",
+    "block_from_module": "blocks",
+    "blocks_from_modules": "blocks",
+}
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'lazytrain' has no attribute {name!r}")
+    return getattr(import_module(f"lazytrain.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

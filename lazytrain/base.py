@@ -1,0 +1,129 @@
+"""Contracts only: what a unit, a model, a batch and an optimizer are.
+
+Shape letters: b batch, t time, d model width, h heads, k head dim, v vocabulary, f feed-forward.
+
+A model is `embed`, a list of blocks and `head`, each a pure function of a dict of tensors:
+
+    x_btd = embed.fn(params, batch)
+    y_btd = block.fn(params, x_btd, ctx)              ctx: what all blocks share (rotary tables, an attention mask)
+    loss  = head.fn(params, x_btd, batch)             fp32, **summed** over the batch's targets
+
+A batch of a language model holds `tokens_bt` (int64), `targets_bt` (int64: the token at t + 1, or -100 where nothing
+is to be learnt) and, where samples are packed, `positions_bt` and `segments_bt` (0 = padding). The trainer adds
+`target_index_n`: the flat positions that have a target, so that the head computes no logits in vain.
+
+Units of one `kind` share code: the same `fn`, the same local names and shapes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, dtype
+
+Params = dict[str, Tensor]
+Context = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One tensor of a unit: its name in the model's files and its shape."""
+
+    full_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One streamable part of a model: a pure function and the specification of its parameters.
+
+    Attributes:
+        name: unique, for example "model.layers.3"; errors and plans use it.
+        kind: units of one kind share `fn`, local names and shapes, and so compiled programs and costs.
+        fn: the pure function (see the head of this file).
+        params: local name -> specification.
+        grads_fn: for a head that can do better than a vjp of `fn` (chunks of logits, target positions only):
+            `(params, x_btd, batch, scale) -> (loss_sum fp32 unscaled, dx_btd, grads)`, gradients of
+            `scale * loss_sum`; None = torch.func.vjp of `fn`.
+    """
+
+    name: str
+    kind: str
+    fn: Callable[..., Any]
+    params: Mapping[str, ParamSpec] = field(default_factory=dict)
+    grads_fn: Callable[..., Any] | None = None
+
+
+def count_targets(batch: Batch) -> int:
+    """Return the number of target tokens of a batch, or of its rows where it has no `targets_bt`."""
+    if "targets_bt" in batch:
+        return int((batch["targets_bt"] != IGNORE_INDEX).sum())
+    return len(next(iter(batch.values())))
+
+
+def no_context(batch: Batch, compute_dtype: dtype) -> Context:
+    """Return an empty context, for blocks that share nothing."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Embed, blocks and head, and what they share.
+
+    Attributes:
+        context: `(batch on the device, working dtype) -> ctx`, a dict of tensors given to every block.
+        tied: the head's local names that are the embed's parameters -> the embed's local names. Such a tensor is
+            stored, updated and counted in the norm once, as the embed's; its gradient is the sum of both uses.
+        count: the number that the summed loss of a batch is divided by (its targets).
+    """
+
+    embed: Unit
+    blocks: tuple[Unit, ...]
+    head: Unit
+    context: Callable[[Batch, dtype], Context] = no_context
+    tied: Mapping[str, str] = field(default_factory=dict)
+    count: Callable[[Batch], int] = count_targets
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Return all units in forward order."""
+        return (self.embed, *self.blocks, self.head)
+
+    @property
+    def num_params(self) -> int:
+        """Return the number of parameters, tied ones counted once."""
+        return sum(
+            spec.numel for unit in self.units for name, spec in unit.params.items() if not self._is_tied(unit, name)
+        )
+
+    def _is_tied(self, unit: Unit, name: str) -> bool:
+        return unit is self.head and name in self.tied
+
+
+class StepMetrics(NamedTuple):
+    """What one optimizer step measured. All are plain numbers: the one host synchronisation of a step is done.
+
+    loss: mean over the step's target tokens. grad_norm: before clipping. clip_coef: what grads were scaled by.
+    skipped: the norm was not finite and the step left weights, states and t untouched.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    clip_coef: float
+    lr: float
+    num_target_tokens: int
+    skipped: bool
+    bad_unit: str | None
+    step_s: float

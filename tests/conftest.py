@@ -1,0 +1,29 @@
+"""Shared set-up. The Triton interpreter must be chosen before anything imports triton."""
+
+import os
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "data" in item.keywords and not SHARED.is_dir():
+            item.add_marker(pytest.mark.skip(reason="needs the folder ../shared with real data and models"))
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Return the folder of real data and models (tests that use it carry the marker `data`)."""
+    return SHARED
