@@ -1,0 +1,177 @@
+"""One trainer's machinery: homes, queues and sweeps, and the order in which a step uses them."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lazytrain.activations import Activations
+from lazytrain.arrivals import Arrivals
+from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit
+from lazytrain.errors import DataError, NonFiniteError
+from lazytrain.gradients import GradientSink, norm_of_squares
+from lazytrain.homes import FillUnit, build_homes
+from lazytrain.lanes import COMPUTE, Lanes, Worker
+from lazytrain.optimizer import AdamWSettings
+from lazytrain.programs import ProgramCache
+from lazytrain.solver.plan import Plan, UnitPlan
+from lazytrain.spill import SpillStore
+from lazytrain.sweep import Sweep
+from lazytrain.updates import PendingUpdate, start_cpu_updates
+
+
+class Engine:
+    """Executes steps of one model under one plan. Mutable; the public functions of `trainer` guard it."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: AdamWSettings,
+        plan: Plan,
+        *,
+        fill: FillUnit,
+        device: torch.device,
+        dtype: torch.dtype,
+        spill_dir: Path | None,
+        programs: ProgramCache,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model, self.settings, self.plan = model, settings, plan
+        self.device, self.dtype = device, dtype
+        self.lanes = Lanes(device)
+        everything = (plan.embed, *plan.blocks, plan.head)
+        spills = any(_uses_nvme(unit) for unit in everything)
+        updates_on_cpu = any(unit.update == "cpu" for unit in everything)
+        self.loader = Worker("loader", threaded=spills or (updates_on_cpu and self.lanes.is_cuda))
+        self.writer = Worker("writer", threaded=spills)
+        self.updater = Worker("updater", threaded=updates_on_cpu)
+        self.spill = SpillStore(spill_dir) if spills and spill_dir is not None else None
+        self.homes = build_homes(
+            model, plan, settings, fill=fill, dtype=dtype, lanes=self.lanes, spill=self.spill, progress=progress
+        )
+        self.arrivals = Arrivals(self.homes, plan.prefetch_depth, self.lanes, self.writer)
+        self.sweep = Sweep(
+            model=model,
+            homes=self.homes,
+            arrivals=self.arrivals,
+            activations=Activations(self.homes, self.lanes, self.writer),
+            programs=programs,
+            lanes=self.lanes,
+            loader=self.loader,
+        )
+        self.num_updates = 0
+        self.live_step = 0
+        self._pending: PendingUpdate | None = None
+        self._last_sink: GradientSink | None = None  # its buffers may still be read by d2h
+
+    def step(self, batch: Batch, *, step: int, lr: float) -> StepMetrics:
+        """Run one optimizer step: forward (with the last step's update), backward, norm; leave the update pending."""
+        start_s = time.perf_counter()
+        num_targets = self.model.count(batch)
+        if num_targets <= 0:
+            raise DataError(f"step {step}: no position of the batch has a target. Drop such rows when encoding.")
+        with torch.no_grad():
+            batches, contexts = self._microbatches(batch)
+            tied = self.model.tied
+            sink = GradientSink(self.homes, self.lanes, num_microbatches=len(batches), tied=tied)
+            xs, stash = self.sweep.forward(batches, contexts, self._pending)
+            self._pending = None
+            loss_sum, cotangents = self.sweep.loss(xs, batches, 1.0 / num_targets, sink)
+            self.sweep.backward(cotangents, batches, contexts, stash, sink)
+            # The one host synchronisation of a step.
+            *squares, loss = torch.cat((sink.squares, loss_sum.double().view(1))).cpu().tolist()
+        self._last_sink = sink
+        grad_norm, bad_index = norm_of_squares(squares)
+        coef, bad_unit = 0.0, None
+        if bad_index is not None:
+            bad_unit = self.homes.units[bad_index].unit.name
+            sink.drop()
+            if self.settings.error_if_nonfinite:
+                raise NonFiniteError(
+                    f"step {step}: the gradient norm is {grad_norm}; first in {bad_unit}. "
+                    "Lower the learning rate or look at this batch."
+                )
+        else:
+            coef = self.settings.clip_coef(grad_norm)
+            self._schedule_update(coef, lr)
+        return StepMetrics(
+            step=step,
+            loss=loss / num_targets,
+            grad_norm=grad_norm,
+            clip_coef=coef,
+            lr=lr,
+            num_target_tokens=num_targets,
+            skipped=bad_index is not None,
+            bad_unit=bad_unit,
+            step_s=time.perf_counter() - start_s,
+        )
+
+    def finish_updates(self) -> None:
+        """Run what is still pending, so that homes hold the state after the last step."""
+        pending, self._pending = self._pending, None
+        with torch.no_grad():
+            if pending is not None:
+                for home in self.homes.units:
+                    if pending.is_due(home) and home.has_params:
+                        arrival = self.arrivals.bring(home, pending)
+                        self.arrivals.update_on_load(arrival, pending)
+            for home in self.homes.units:
+                for future in (home.cpu_update, home.weights_write, home.state_write):
+                    if future is not None:
+                        future.result()
+        if self.lanes.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def unit_params(self, unit: Unit) -> tuple[Params, bool]:
+        """Return a unit's current parameters on the device, and whether they lie in a slot that will be reused.
+
+        Call `finish_updates` first.
+        """
+        home = next(home for home in self.homes.units if home.unit is unit)
+        with self.lanes.span(COMPUTE, "arrive", unit.name) as now:
+            self.arrivals.used_all(now)
+        arrival = self.arrivals.bring(home, None)
+        with self.lanes.span(COMPUTE, "arrive", unit.name, [arrival.ticket]):
+            pass
+        if unit is self.model.head:
+            return self.sweep.head_params(), False
+        return home.layout.views(arrival.weights), home.is_streamed
+
+    def close(self) -> None:
+        """Finish pending work and end the threads."""
+        for worker in (self.loader, self.updater, self.writer):
+            worker.close()
+
+    def _schedule_update(self, coef: float, lr: float) -> None:
+        self.num_updates += 1
+        due = {home.index for home in self.homes.units if home.has_params}
+        pending = PendingUpdate(coef=coef, hyper=self.settings.hyper(lr, self.num_updates), due=due)
+        for home in start_cpu_updates(self.homes, pending, self.updater):
+            self.arrivals.forget(home)
+        self._pending = pending if pending.due else None
+
+    def _microbatches(self, batch: Batch) -> tuple[list[Batch], list[Context]]:
+        batches: list[Batch] = []
+        for part in split_batch(batch, self.plan.num_microbatches):
+            if "targets_bt" in part:
+                index_n = (part["targets_bt"].reshape(-1) != IGNORE_INDEX).nonzero().view(-1)
+                part = {**part, "target_index_n": index_n}
+            batches.append({name: value.to(self.device, non_blocking=True) for name, value in part.items()})
+        return batches, [self.model.context(part, self.dtype) for part in batches]
+
+
+def split_batch(batch: Batch, num_microbatches: int) -> Sequence[dict[str, Tensor]]:
+    """Cut a batch along its first dimension into at most `num_microbatches` parts of nearly equal size."""
+    num_rows = len(next(iter(batch.values())))
+    for name, value in batch.items():
+        if len(value) != num_rows:
+            raise DataError(f"batch: {name} has {len(value)} rows, another tensor has {num_rows}. They must agree.")
+    num_parts = max(1, min(num_microbatches, num_rows))
+    pieces = {name: value.tensor_split(num_parts) for name, value in batch.items()}
+    return [{name: piece[i] for name, piece in pieces.items()} for i in range(num_parts)]
+
+
+def _uses_nvme(unit: UnitPlan) -> bool:
+    return "nvme" in (unit.weights, unit.states, unit.residuals, unit.boundary)

@@ -1,0 +1,145 @@
+"""Queues of work: the compute stream, the two copy streams, and worker threads; what they moved and when.
+
+On CUDA a queue is a stream, and a ticket is an event recorded on it. On the CPU the same calls run at once, in the
+caller's order, so that one code path serves both. `Lanes.bytes_moved` counts every copy; `Lanes.start_trace` turns on
+the recording of spans, which the timeline shows.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
+CPU, NVME_READ, NVME_WRITE = "cpu", "nvme_read", "nvme_write"
+
+
+class Span(NamedTuple):
+    """A measured piece of work; times in ms from the start of the trace."""
+
+    name: str
+    unit: str
+    queue: str
+    start_ms: float
+    end_ms: float
+
+
+class Ticket:
+    """A point in a queue that other queues, or the host, can wait for."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event: Any = None
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work before this point is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Lanes:
+    """The queues of one trainer (see the head of this file)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.bytes_moved: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._streams: dict[str, Any] = {}
+        if self.is_cuda:
+            self._streams = {
+                COMPUTE: torch.cuda.current_stream(device),
+                H2D: torch.cuda.Stream(device),
+                D2H: torch.cuda.Stream(device),
+            }
+        self._trace: list[tuple[str, str, str, Any, Any]] | None = None
+        self._origin: Any = None
+        self._origin_s = 0.0
+
+    @contextmanager
+    def span(self, queue: str, name: str, unit: str, after: Iterable[Ticket | None] = ()) -> Iterator[Ticket]:
+        """Run the body on `queue` once the tickets in `after` are due; the ticket it yields is due when it ends."""
+        ticket = Ticket()
+        stream = self._streams.get(queue)
+        if stream is None:
+            start_s = time.perf_counter()
+            yield ticket
+            self._note(queue, name, unit, start_s, time.perf_counter())
+            return
+        for other in after:
+            if other is not None and other.event is not None:
+                stream.wait_event(other.event)
+        timed = self._trace is not None
+        start = torch.cuda.Event(enable_timing=True) if timed else None
+        with torch.cuda.stream(stream):
+            if start is not None:
+                start.record(stream)
+            yield ticket
+            ticket.event = torch.cuda.Event(enable_timing=timed)
+            ticket.event.record(stream)
+        if start is not None:
+            self._note(queue, name, unit, start, ticket.event)
+
+    def copy_into(self, target: Tensor, source: Tensor, queue: str) -> None:
+        """Copy `source` into `target` (same shape and dtype) without waiting; call it inside a span of `queue`."""
+        target.copy_(source, non_blocking=True)
+        self.count(queue, source.numel() * source.element_size())
+
+    def count(self, queue: str, num_bytes: int) -> None:
+        """Add to what `queue` has moved; threads may count at once."""
+        with self._counting:
+            self.bytes_moved[queue] += num_bytes
+
+    def start_trace(self) -> None:
+        """Record the spans that follow, until `end_trace`."""
+        self._trace = []
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(self._streams[COMPUTE])
+            torch.cuda.synchronize(self.device)
+        self._origin_s = time.perf_counter()
+
+    def end_trace(self) -> tuple[Span, ...]:
+        """Return the recorded spans, in order of their start; waits for the device."""
+        recorded, self._trace = self._trace or [], None
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+        spans = [Span(name, unit, queue, self._ms(a), self._ms(b)) for queue, name, unit, a, b in recorded]
+        return tuple(sorted(spans, key=lambda s: s.start_ms))
+
+    def _note(self, queue: str, name: str, unit: str, start: Any, end: Any) -> None:
+        if self._trace is not None:
+            self._trace.append((queue, name, unit, start, end))
+
+    def _ms(self, mark: Any) -> float:
+        if isinstance(mark, float):
+            return (mark - self._origin_s) * 1e3
+        return self._origin.elapsed_time(mark)
+
+
+class Worker:
+    """One thread that runs jobs in order; or, where a thread would only cost, the caller's own."""
+
+    def __init__(self, name: str, *, threaded: bool) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name) if threaded else None
+
+    def submit(self, job: Any, *args: Any) -> "Future[Any]":
+        """Queue `job(*args)` and return its future."""
+        if self._pool is not None:
+            return self._pool.submit(job, *args)
+        future: Future[Any] = Future()
+        future.set_result(job(*args))
+        return future
+
+    def close(self) -> None:
+        """Finish the queued jobs and end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)

@@ -1,0 +1,44 @@
+"""Issue copies ahead of the compute that needs them, as soon as the buffers they go to are free."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from lazytrain.lanes import Worker
+
+
+class Job(NamedTuple):
+    """One position's copies: `issue` may run once the compute at position `needs` is launched (-1 = at once)."""
+
+    issue: Callable[[], Any]
+    needs: int
+
+
+class Prefetch:
+    """Runs the jobs of one sweep in order on the loader, each as early as its `needs` allows."""
+
+    def __init__(self, jobs: Sequence[Job], loader: Worker) -> None:
+        for position, job in enumerate(jobs):
+            assert job.needs < position, f"position {position} waits for a later one"
+        self._jobs, self._loader = jobs, loader
+        self._futures: list[Future[Any]] = []
+        self._issue_after(-1)
+
+    def take(self, position: int) -> Any:
+        """Return what the job at `position` issued; every earlier position must have been launched."""
+        return self._futures[position].result()
+
+    def launched(self, position: int) -> None:
+        """Note that the compute at `position` is queued: later copies may follow it."""
+        self._issue_after(position)
+
+    def _issue_after(self, position: int) -> None:
+        while len(self._futures) < len(self._jobs) and self._jobs[len(self._futures)].needs <= position:
+            self._futures.append(self._loader.submit(self._jobs[len(self._futures)].issue))
+
+
+def last_user(keys: Sequence[int | None], position: int) -> int:
+    """Return the last position before `position` with the same key, or -1; None shares with nobody."""
+    if keys[position] is None:
+        return -1
+    return max((p for p in range(position) if keys[p] == keys[position]), default=-1)

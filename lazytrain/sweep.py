@@ -1,0 +1,291 @@
+"""The two sweeps of a step over the blocks, breadth-first: all microbatches pass a unit before the next is needed.
+
+Shape letters: b batch, t time, d model width.
+
+Nothing here waits for the device; the host runs ahead, held back only by the buffers' reuse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from lazytrain.activations import Activations, Packed
+from lazytrain.arrivals import Arrival, Arrivals
+from lazytrain.base import Batch, Context, Model, Params, Unit
+from lazytrain.gradients import GradientSink
+from lazytrain.homes import Homes, UnitHome
+from lazytrain.lanes import COMPUTE, Lanes, Ticket, Worker
+from lazytrain.layout import ALIGN_BYTES, round_up
+from lazytrain.prefetch import Job, Prefetch, last_user
+from lazytrain.programs import BlockPrograms, ProgramCache
+from lazytrain.updates import PendingUpdate
+
+NUM_OFFLOADS_IN_FLIGHT = 2
+NUM_FETCH_TURNS = 2
+
+
+@dataclass(kw_only=True)
+class Stash:
+    """What the forward sweep leaves for the backward sweep, by block number."""
+
+    boundaries: dict[int, list[Tensor]] = field(default_factory=dict)
+    residuals: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict)
+    packs: dict[int, list[tuple[str, Packed]]] = field(default_factory=dict)
+    programs: dict[int, list[BlockPrograms]] = field(default_factory=dict)
+    num_residuals: dict[int, list[int]] = field(default_factory=dict)
+    # Offloads that may still read their tensors, which are held here until the compute queue has waited for them.
+    in_flight: list[tuple[Ticket, Any]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """Forward and backward over the units of one model (see the head of this file)."""
+
+    model: Model
+    homes: Homes
+    arrivals: Arrivals
+    activations: Activations
+    programs: ProgramCache
+    lanes: Lanes
+    loader: Worker
+    _fetch_use: dict[int, Ticket] = field(default_factory=dict)
+
+    def forward(
+        self, batches: Sequence[Batch], contexts: Sequence[Context], pending: PendingUpdate | None
+    ) -> tuple[list[Tensor], Stash]:
+        """Run embed and all blocks, updating each unit before its use where an update is pending.
+
+        Returns:
+            The head's inputs, x_btd of each microbatch, and what backward needs.
+        """
+        homes = self.homes.units
+        prefetch = self._prefetch_forward(pending)
+        stash, xs = Stash(), []
+        for position, home in enumerate(homes):
+            arrival = prefetch.take(position)
+            if pending is not None and pending.is_due(home) and home.has_params:
+                self.arrivals.update_on_load(arrival, pending)
+            if position == 0:
+                with self.lanes.span(COMPUTE, "embed", home.unit.name, [arrival.ticket]) as done:
+                    xs = [self.model.embed.fn(self._params(arrival), batch) for batch in batches]
+            elif position < len(homes) - 1:
+                xs, done = self._forward_block(position - 1, arrival, xs, contexts, stash)
+            else:
+                with self.lanes.span(COMPUTE, "arrive", home.unit.name, [arrival.ticket]) as done:
+                    pass
+            self.arrivals.used(arrival, done)
+            prefetch.launched(position)
+        return xs, stash
+
+    def loss(
+        self, xs: list[Tensor], batches: Sequence[Batch], scale: float, sink: GradientSink
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the head on every microbatch.
+
+        Returns:
+            The unscaled sum of losses (fp32, 0-d, on the device) and the cotangents of `scale` times it, dx_btd each.
+        """
+        params = self.head_params()
+        total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
+        cotangents = []
+        head = self.model.head
+        with self.lanes.span(COMPUTE, "head", head.name):
+            while xs:
+                x_btd = xs.pop(0)
+                batch = batches[len(cotangents)]
+                loss_sum, dx_btd, grads = head_grads(head, params, x_btd, batch, scale)
+                total = total + loss_sum.float()
+                cotangents.append(dx_btd)
+                sink.add_head(grads)
+            sink.finish(self.homes.units[-1])
+        return total, cotangents
+
+    def backward(
+        self,
+        cotangents: list[Tensor],
+        batches: Sequence[Batch],
+        contexts: Sequence[Context],
+        stash: Stash,
+        sink: GradientSink,
+    ) -> None:
+        """Run all blocks backward and the embed last; every unit's grads end in `sink`."""
+        blocks = self.homes.units[1:-1]
+        order = list(reversed(range(len(blocks))))
+        self._reserve_fetch_buffers(stash)
+        prefetch = self._prefetch_backward(order, stash)
+        for position, i in enumerate(order):
+            arrival, fetched, fetch_ticket, turn = prefetch.take(position)
+            after = [arrival.ticket, fetch_ticket, sink.room_for(blocks[i]), *(t for t, _ in stash.in_flight)]
+            stash.in_flight.clear()
+            params = self._params(arrival)
+            with self.lanes.span(COMPUTE, "backward", blocks[i].unit.name, after) as done:
+                boundaries, residuals = self._unstash(i, stash, fetched)
+                point = self._point(blocks[i], stash.programs[i][0])
+                for c, program in enumerate(stash.programs.pop(i)):
+                    x_btd, kept = boundaries[c], list(residuals[c])
+                    boundaries[c] = residuals[c] = None  # type: ignore[assignment, call-overload]
+                    # The list is emptied by the program, so that each residual is freed at its last use.
+                    flat, dx_btd = program.backward(point, params, x_btd, contexts[c], kept, cotangents[c])
+                    cotangents[c] = dx_btd
+                    sink.add(blocks[i], flat)
+                del boundaries, residuals, fetched
+                sink.finish(blocks[i])
+            sink.deliver(blocks[i], done)
+            self.arrivals.used(arrival, done)
+            if turn is not None:
+                self._fetch_use[turn % NUM_FETCH_TURNS] = done
+            prefetch.launched(position)
+        self._backward_embed(cotangents, batches, sink)
+
+    def head_params(self) -> Params:
+        """Return the head's parameters, those it shares with the embed included; both are on the device."""
+        embed, head = self.homes.units[0], self.homes.units[-1]
+        params = self._views(head)
+        if self.model.tied:
+            embed_params = self._views(embed)
+            params |= {name: embed_params[source] for name, source in self.model.tied.items()}
+        return params
+
+    def _forward_block(
+        self, i: int, arrival: Arrival, xs: list[Tensor], contexts: Sequence[Context], stash: Stash
+    ) -> tuple[list[Tensor], Ticket]:
+        home = arrival.home
+        params = self._params(arrival)
+        full = len(stash.in_flight) == NUM_OFFLOADS_IN_FLIGHT
+        oldest = stash.in_flight.pop(0)[0] if full else None
+        outputs, residuals, programs = [], [], []
+        with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, oldest]) as done:
+            for x_btd, ctx in zip(xs, contexts):
+                program = self.programs.get(home.unit.kind, home.unit.fn, params, x_btd, ctx, layout=home.layout)
+                point = self._point(home, program)
+                if point == 0:
+                    outputs.append(program.forward(params, x_btd, ctx))
+                    residuals.append(())
+                else:
+                    y_btd, kept = program.forward_keep(point, params, x_btd, ctx)
+                    outputs.append(y_btd)
+                    residuals.append(kept)
+                programs.append(program)
+        stash.programs[i] = programs
+        self._stash_away(i, home, xs, residuals, stash, done)
+        return outputs, done
+
+    def _stash_away(
+        self, i: int, home: UnitHome, xs: list[Tensor], residuals: list[tuple[Tensor, ...]], stash: Stash, done: Ticket
+    ) -> None:
+        packs: list[tuple[str, Packed]] = []
+        name = home.unit.name
+        if home.plan.boundary == "device":
+            stash.boundaries[i] = xs
+        else:
+            packs.append(("boundary", self.activations.offload(f"{i}.boundary", xs, home.plan.boundary, name, done)))
+        flat = [tensor for kept in residuals for tensor in kept]
+        if home.plan.residuals in ("host", "nvme") and flat:
+            stash.num_residuals[i] = [len(kept) for kept in residuals]
+            packs.append(
+                ("residuals", self.activations.offload(f"{i}.residuals", flat, home.plan.residuals, name, done))
+            )
+        else:
+            stash.residuals[i] = residuals
+        if packs:
+            stash.packs[i] = packs
+            stash.in_flight.append((packs[-1][1].ticket, (xs, flat)))
+
+    def _unstash(
+        self, i: int, stash: Stash, fetched: dict[str, list[Tensor]]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+        boundaries = fetched["boundary"] if "boundary" in fetched else stash.boundaries.pop(i)
+        if "residuals" not in fetched:
+            return boundaries, stash.residuals.pop(i)
+        residuals, rest = [], fetched["residuals"]
+        for count in stash.num_residuals.pop(i):
+            residuals.append(tuple(rest[:count]))
+            rest = rest[count:]
+        return boundaries, residuals
+
+    def _prefetch_forward(self, pending: PendingUpdate | None) -> Prefetch:
+        homes = self.homes.units
+        slots = [self.arrivals.slot_of(home) for home in homes]
+        buffers = [
+            self.arrivals.buffer_of(home) if pending is not None and pending.is_due(home) else None for home in homes
+        ]
+        jobs = [
+            Job(lambda home=home: self.arrivals.bring(home, pending), max(last_user(slots, p), last_user(buffers, p)))  # type: ignore[misc]
+            for p, home in enumerate(homes)
+        ]
+        return Prefetch(jobs, self.loader)
+
+    def _prefetch_backward(self, order: list[int], stash: Stash) -> Prefetch:
+        blocks = self.homes.units[1:-1]
+        slots = [self.arrivals.slot_of(blocks[i]) for i in order]
+        fetching = [i for i in order if i in stash.packs]
+        turns = {i: turn for turn, i in enumerate(fetching)}
+        buffers = [turns[i] % NUM_FETCH_TURNS if i in turns else None for i in order]
+        jobs = []
+        for position, i in enumerate(order):
+            needs = max(last_user(slots, position), last_user(buffers, position))
+            jobs.append(Job(lambda i=i: self._bring_back(i, stash, turns.get(i)), needs))  # type: ignore[misc]
+        return Prefetch(jobs, self.loader)
+
+    def _bring_back(
+        self, i: int, stash: Stash, turn: int | None
+    ) -> tuple[Arrival, dict[str, list[Tensor]], Ticket | None, int | None]:
+        home = self.homes.units[1 + i]
+        arrival = self.arrivals.bring(home, None)
+        if turn is None:
+            return arrival, {}, None, None
+        named = stash.packs.pop(i)
+        free = self._fetch_use.get(turn % NUM_FETCH_TURNS)
+        tensors, ticket = self.activations.fetch([pack for _, pack in named], turn, home.unit.name, free)
+        return arrival, {name: kept for (name, _), kept in zip(named, tensors)}, ticket, turn
+
+    def _reserve_fetch_buffers(self, stash: Stash) -> None:
+        sizes = [sum(round_up(pack.num_bytes, ALIGN_BYTES) for _, pack in packs) for packs in stash.packs.values()]
+        self.activations.reserve(max(sizes, default=0))
+
+    def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
+        home, embed = self.homes.units[0], self.model.embed
+        with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:
+            for dx_btd, batch in zip(cotangents, batches):
+                if not home.has_params:
+                    break
+                grads = embed_grads(embed, self._views(home), batch, dx_btd)
+                sink.add(home, home.layout.flatten(grads))
+            sink.finish(home)
+        sink.deliver(home, done)
+        sink.deliver(self.homes.units[-1], done)
+
+    def _params(self, arrival: Arrival) -> Params:
+        return arrival.home.layout.views(arrival.weights)
+
+    def _views(self, home: UnitHome) -> Params:
+        if not home.has_params:
+            return {}
+        assert home.weights_device is not None, "embed and head are resident"
+        return home.layout.views(home.weights_device)
+
+    @staticmethod
+    def _point(home: UnitHome, program: BlockPrograms) -> int:
+        """Return the plan's residual point; a shape whose curve is shorter keeps as much as it can."""
+        return min(home.plan.residual_point, len(program.points) - 1)
+
+
+def head_grads(head: Unit, params: Params, x_btd: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Params]:
+    """Return the unscaled summed loss, and the gradients of `scale` times it by x_btd and by the head's parameters."""
+    if head.grads_fn is not None:
+        return head.grads_fn(params, x_btd, batch, scale)
+    loss_sum, pull = vjp(lambda p, x: head.fn(p, x, batch), params, x_btd)
+    grads, dx_btd = pull(torch.full_like(loss_sum, scale))
+    return loss_sum, dx_btd, grads
+
+
+def embed_grads(embed: Unit, params: Params, batch: Batch, dx_btd: Tensor) -> Params:
+    """Return the embed's gradients for a cotangent of its output."""
+    if embed.grads_fn is not None:
+        return embed.grads_fn(params, batch, dx_btd)
+    _, pull = vjp(lambda p: embed.fn(p, batch), params)
+    return pull(dx_btd)[0]

@@ -1,0 +1,57 @@
+"""The update between two steps: what is pending, and the part of it that runs on CPU threads.
+
+The norm of all grads is known when the backward sweep ends. Then the units are updated in forward order, each before
+its own next forward and after nothing else: on the CPU by the worker below, on the device when the unit arrives there.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lazytrain.homes import Homes, UnitHome
+from lazytrain.kernels.adamw import AdamWHyper
+from lazytrain.lanes import CPU, Worker
+from lazytrain.optimizer import update_unit_into
+
+
+@dataclass(kw_only=True)
+class PendingUpdate:
+    """An update whose clip coefficient is known; `due` holds the indexes of the units that still wait for it."""
+
+    coef: float
+    hyper: AdamWHyper
+    due: set[int] = field(default_factory=set)
+
+    def is_due(self, home: UnitHome) -> bool:
+        """Return whether this unit still waits."""
+        return home.index in self.due
+
+    def finish(self, home: UnitHome) -> None:
+        """Note that this unit is updated."""
+        self.due.discard(home.index)
+
+
+def start_cpu_updates(homes: Homes, pending: PendingUpdate, worker: Worker) -> list[UnitHome]:
+    """Queue the updates that the plan puts on the CPU, in forward order; return their units."""
+    started = []
+    for home in homes.units:
+        if home.plan.update == "cpu" and pending.is_due(home):
+            pending.finish(home)
+            home.cpu_update = worker.submit(_update_on_cpu, homes, home, pending.coef, pending.hyper)
+            started.append(home)
+    return started
+
+
+def _update_on_cpu(homes: Homes, home: UnitHome, coef: float, hyper: AdamWHyper) -> None:
+    assert home.grads_host is not None
+    for ticket in (home.grads_out, home.weights_out):
+        if ticket is not None:
+            ticket.synchronize()
+    weights = homes.weights_slab(home, "update weights")
+    state = homes.state_slab(home, "update state")
+    with homes.lanes.span(CPU, "update", home.unit.name):
+        update_unit_into(home.layout, weights, state, home.grads_host, coef=coef, hyper=hyper)
+    if home.plan.weights == "nvme":
+        homes.write(home, "weights", weights.view(torch.uint8))
+    if home.plan.states == "nvme":
+        homes.write(home, "state", state)
