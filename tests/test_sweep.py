@@ -1,0 +1,82 @@
+"""What a step computes and moves is what its plan says, counted exactly."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import ON_NVME, keep
+from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
+from torch.utils.flop_counter import FlopCounterMode
+
+from lazytrain import adamw8bit, make_train_step
+from lazytrain.solver.plan import Plan
+
+NUM_BLOCKS, ROWS = 4, 8
+FORWARD_MATMUL_FLOPS = 2 * ROWS * T * D * FF  # one of a block's two
+
+
+def count_flops(plan: Plan, tmp_path: Path) -> int:
+    step = make_train_step(make_model(NUM_BLOCKS), adamw8bit(1e-3), plan, device="cpu", spill_dir=tmp_path)
+    state, _ = step(step.init(make_params(make_model(NUM_BLOCKS))), make_batch(0, rows=ROWS))
+    with FlopCounterMode(display=False) as counter:
+        step(state, make_batch(1, rows=ROWS))
+    return counter.get_total_flops()
+
+
+def count_bytes(plan: Plan, tmp_path: Path) -> tuple[dict[str, int], object]:
+    step = make_train_step(make_model(NUM_BLOCKS), adamw8bit(1e-3), plan, device="cpu", spill_dir=tmp_path)
+    state = step.init(make_params(make_model(NUM_BLOCKS)))
+    for i in range(2):
+        state, _ = step(state, make_batch(i, rows=ROWS))
+    state.engine.finish_updates()
+    before = dict(state.engine.lanes.bytes_moved)
+    state, _ = step(state, make_batch(2, rows=ROWS))
+    state.engine.finish_updates()
+    moved = {queue: count - before.get(queue, 0) for queue, count in state.engine.lanes.bytes_moved.items()}
+    return moved, state.engine.homes.units[1].layout
+
+
+def test_recompute_costs_the_forward_matmuls_that_backward_needs(tmp_path: Path) -> None:
+    kept = count_flops(make_plan(default=replace(RESIDENT, **keep(99, "device"))), tmp_path)
+    # Backward needs the first product's output again, not the second's.
+    assert count_flops(make_plan(default=RESIDENT), tmp_path) == kept + NUM_BLOCKS * FORWARD_MATMUL_FLOPS
+    half = make_plan(change=lambda i, unit: replace(unit, **keep(99, "host")) if i % 2 else unit)
+    assert count_flops(half, tmp_path) == kept + NUM_BLOCKS // 2 * FORWARD_MATMUL_FLOPS
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_microbatches_cost_no_flops_and_no_weight_traffic(microbatches: int, tmp_path: Path) -> None:
+    plan = make_plan(microbatches=microbatches)
+    assert count_flops(plan, tmp_path) == count_flops(make_plan(), tmp_path)
+    assert count_bytes(plan, tmp_path)[0] == count_bytes(make_plan(), tmp_path)[0]
+
+
+def test_a_resident_plan_moves_nothing(tmp_path: Path) -> None:
+    moved, _ = count_bytes(make_plan(default=replace(RESIDENT, **keep(99, "device"))), tmp_path)
+    assert not any(moved.values())
+
+
+def test_updates_on_the_cpu_move_grads_out_and_weights_in(tmp_path: Path) -> None:
+    moved, layout = count_bytes(make_plan(default=ON_CPU, depth=2), tmp_path)
+    assert moved["d2h"] == NUM_BLOCKS * layout.weight_bytes  # grads
+    assert moved["h2d"] == (NUM_BLOCKS + NUM_BLOCKS - 2) * layout.weight_bytes  # forward, backward less the ring
+
+
+def test_boundaries_and_residuals_go_out_and_come_back(tmp_path: Path) -> None:
+    bare, _ = count_bytes(make_plan(), tmp_path)
+    boundary, _ = count_bytes(make_plan(default=replace(STREAMED, boundary="host")), tmp_path)
+    extra = NUM_BLOCKS * ROWS * T * D * torch.float32.itemsize
+    assert boundary["d2h"] - bare["d2h"] == extra
+    assert boundary["h2d"] - bare["h2d"] == extra
+    spilled, _ = count_bytes(make_plan(default=replace(STREAMED, boundary="nvme")), tmp_path)
+    assert spilled["nvme_write"] == spilled["nvme_read"] == extra
+    residuals, _ = count_bytes(make_plan(default=replace(STREAMED, **keep(99, "host"))), tmp_path)
+    assert residuals["d2h"] - bare["d2h"] == residuals["h2d"] - bare["h2d"] > extra
+
+
+def test_nvme_is_written_once_a_step_and_read_for_each_use(tmp_path: Path) -> None:
+    plan = make_plan(default=replace(ON_NVME, boundary="device"), depth=2)
+    moved, layout = count_bytes(plan, tmp_path)
+    assert moved["nvme_write"] == NUM_BLOCKS * (layout.weight_bytes + layout.state_bytes)
+    assert moved["nvme_write"] == moved["d2h"] - NUM_BLOCKS * layout.weight_bytes  # and grads, which stay in RAM
