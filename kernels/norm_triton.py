@@ -1,0 +1,74 @@
+"""Triton kernels of the sum of squares; definition and reference: norm.py.
+
+Sums over lanes are explicit trees of adjacent pairs (reshape and split), because the order inside `tl.sum` depends on
+the layout that the compiler chose.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lazytrain.kernels.norm import LANES, ROWS, count_tiles
+
+EXACT = {"enable_fp_fusion": False, "num_warps": 8}
+
+
+@triton.jit
+def fold_pairs(x, N: tl.constexpr):
+    """Add adjacent pairs: (N,) -> (N / 2,)."""
+    left, right = tl.split(tl.reshape(x, (N // 2, 2)))
+    return left + right
+
+
+@triton.jit
+def fold_lanes(x):
+    """Add adjacent pairs until one is left: (1024,) -> (1,)."""
+    x = fold_pairs(x, 1024)
+    x = fold_pairs(x, 512)
+    x = fold_pairs(x, 256)
+    x = fold_pairs(x, 128)
+    x = fold_pairs(x, 64)
+    x = fold_pairs(x, 32)
+    x = fold_pairs(x, 16)
+    x = fold_pairs(x, 8)
+    x = fold_pairs(x, 4)
+    return fold_pairs(x, 2)
+
+
+@triton.jit
+def square_tiles_kernel(x_in, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr):
+    tile = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    first = tile.to(tl.int64) * (ROWS * LANES)
+    sums = tl.zeros((LANES,), tl.float32)
+    for row in range(ROWS):
+        offset = first + row * LANES + lane
+        if BF16:
+            bits = tl.load(x_in + offset, mask=offset < numel, other=0).to(tl.int32) << 16
+            x = bits.to(tl.float32, bitcast=True)
+        else:
+            x = tl.load(x_in + offset, mask=offset < numel, other=0.0)
+        sums += x * x
+    tl.store(tiles + tile + tl.arange(0, 1), fold_lanes(sums.to(tl.float64)))
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def square_total_kernel(tiles, num_tiles, out, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    sums = tl.zeros((LANES,), tl.float64)
+    for first in range(0, num_tiles, LANES):
+        sums += tl.load(tiles + first + lane, mask=first + lane < num_tiles, other=0.0)
+    tl.store(out + tl.arange(0, 1), fold_lanes(sums))
+
+
+def square_sum_triton_into(x: Tensor, out: Tensor) -> None:
+    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter."""
+    num_tiles = count_tiles(x.numel())
+    tiles = torch.empty(num_tiles, dtype=torch.float64, device=x.device)
+    is_bf16 = x.dtype == torch.bfloat16
+    bits = x.view(torch.int16) if is_bf16 else x
+    with torch.cuda.device_of(x):
+        if num_tiles:
+            square_tiles_kernel[(num_tiles,)](bits, x.numel(), tiles, LANES=LANES, ROWS=ROWS, BF16=is_bf16, **EXACT)
+        square_total_kernel[(1,)](tiles, num_tiles, out, LANES=LANES, **EXACT)
