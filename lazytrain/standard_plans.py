@@ -1,5 +1,7 @@
 """Plans that need no solver: everything on the device, or every block streamed."""
 
+from dataclasses import replace
+
 from lazytrain.solver.plan import Plan, UnitPlan
 
 # More than any curve has: the executor keeps as much as a block's curve offers.
@@ -8,16 +10,9 @@ KEEP_ALL = 99
 
 def resident_plan(num_blocks: int, *, num_microbatches: int = 1, residual_point: int = KEEP_ALL) -> Plan:
     """Return the plan of plain training: weights, states, grads and residuals stay on the device."""
-    unit = UnitPlan(
-        weights="device",
-        states="device",
-        update="device",
-        grads="device",
-        residual_point=residual_point,
-        residuals="device" if residual_point else "none",
-        boundary="device",
-    )
-    return _plan(unit, unit, num_blocks, num_microbatches)
+    end = UnitPlan(weights="device", states="device", update="device", grads="device")
+    keep = replace(end, residual_point=residual_point, residuals="device") if residual_point else end
+    return _plan(keep, end, num_blocks, num_microbatches)
 
 
 def streaming_plan(num_blocks: int, *, num_microbatches: int = 1, update: str = "device") -> Plan:

@@ -1,0 +1,239 @@
+"""Checkpoints: directories that appear whole, hold a checksum for every tensor, and replace older ones only then.
+
+    RUN/checkpoints/step_00000123/  manifest.json  embed.safetensors  ...
+
+The manifest is written last; a directory without a valid one is no checkpoint. A flipped bit is found by CRC-32 and
+named by file and tensor.
+"""
+
+import json
+import os
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lazytrain.durable import (
+    discard_directory,
+    explain_os_error,
+    remove_stale_directories,
+    stage_directory,
+    write_file,
+)
+from lazytrain.errors import CheckpointError, ConfigError, ModelFileError
+from lazytrain.paths import is_plain_name
+from lazytrain.tensorfile import TensorFile
+from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec, crc32_of, tensor_bytes
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "lazytrain-checkpoint", 1
+
+Producer = Callable[[], Mapping[str, Tensor]]
+
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_MAX_MANIFEST_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose manifest is intact (`verify` checks the data).
+
+    Attributes:
+        path: its directory. step: the optimizer step. meta: what `save_checkpoint` was given.
+        files: file name -> size and checksums.
+    """
+
+    path: Path
+    step: int
+    meta: Mapping[str, Any]
+    files: Mapping[str, FileRecord]
+
+    def open_file(self, name: str) -> TensorFile:
+        """Map one of the files (read-only; tensors are views, see `TensorFile`)."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} has no file {name!r}; it has {', '.join(self.files)}.")
+        path = self.path / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{self.path} is incomplete: {name} is missing.")
+        size = path.stat().st_size
+        if size != self.files[name].size_bytes:
+            raise CheckpointError(f"{path} is damaged: {size} bytes, {self.files[name].size_bytes} were saved.")
+        try:
+            return TensorFile(path)
+        except ModelFileError as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}") from error
+
+    def verify(self) -> None:
+        """Read everything and compare checksums.
+
+        Raises:
+            CheckpointError: names every file and tensor that differs from what was saved.
+        """
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            problems = [problem for found in pool.map(self._verify_file, self.files) for problem in found]
+        if problems:
+            raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}. Use an older checkpoint.")
+
+    def _verify_file(self, name: str) -> list[str]:
+        record = self.files[name]
+        try:
+            file = self.open_file(name)
+        except CheckpointError as error:
+            return [str(error)]
+        if file.tensors.keys() != record.tensor_crc32.keys():
+            return [f"{name}: it holds other tensors"]
+        if crc32_of(tensor_bytes(file.raw_header())) != record.header_crc32:
+            return [f"{name}: the header has changed"]
+        return [
+            f"{name}: tensor {tensor!r} has changed"
+            for tensor, expected in record.tensor_crc32.items()
+            if crc32_of(tensor_bytes(file.raw(tensor))) != expected
+        ]
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    files: Iterable[tuple[str, Producer | Mapping[str, Tensor]]],
+    meta: Mapping[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Save a checkpoint; older ones are deleted after it is durable, so that `keep` remain.
+
+    Args:
+        step: optimizer steps done; names the directory.
+        files: (plain file name ending in .safetensors, its tensors or a function that makes them), one at a time.
+        meta: JSON, returned by `Checkpoint.meta`.
+        keep: at least 1.
+    Returns:
+        The checkpoint's directory.
+    Memory: the tensors of one file.
+    Raises:
+        CheckpointError: a full disk or a failed write. Nothing is left of the new checkpoint, the older ones and the
+            tensors are untouched: training may go on.
+    """
+    if keep < 1:
+        raise ConfigError(f"The number of checkpoints to keep must be at least 1, not {keep}.")
+    meta = json.loads(json.dumps(meta))  # as it will be read; what JSON can't hold fails here, before the first byte
+    parent = run_dir / "checkpoints"
+    target = parent / f"step_{step:08d}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_stale_directories(parent, ".step_")
+        with stage_directory(target) as staged:
+            records = {name: _write_tensors(staged, name, tensors) for name, tensors in files}
+            write_file(staged / MANIFEST, _encode_manifest(step, records, meta))
+    except OSError as error:
+        raise CheckpointError(explain_os_error(error, f"Saving the checkpoint of step {step}", parent)) from error
+    _rotate(run_dir, keep, newest=target)
+    return target
+
+
+def find_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the checkpoints with an intact manifest, newest first; each broken one is named in a warning."""
+    checkpoints = []
+    for path in _step_directories(run_dir):
+        try:
+            checkpoints.append(open_checkpoint(path))
+        except CheckpointError as error:
+            warnings.warn(f"Skipping a broken checkpoint: {error}", RuntimeWarning, stacklevel=2)
+    return checkpoints
+
+
+def latest_valid(run_dir: Path) -> Checkpoint | None:
+    """Return the newest checkpoint whose data is what was saved, or None; each broken one is named in a warning."""
+    for checkpoint in find_checkpoints(run_dir):
+        try:
+            checkpoint.verify()
+        except CheckpointError as error:
+            warnings.warn(f"Skipping a broken checkpoint: {error}", RuntimeWarning, stacklevel=2)
+        else:
+            return checkpoint
+    return None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, of another version, or lists a file outside the directory.
+    """
+    manifest = path / MANIFEST
+    try:
+        if not manifest.is_file() or manifest.is_symlink() or manifest.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path} has no {MANIFEST}: it was never completed.")
+        content = json.loads(manifest.read_bytes())
+        body = content["body"]
+        if content["crc32"] != zlib.crc32(_canonical(body)):
+            raise CheckpointError(f"{manifest} is damaged: its checksum differs. Use an older checkpoint.")
+        if (body["format"], body["version"]) != (FORMAT, VERSION):
+            raise CheckpointError(f"{manifest} has version {body['version']}; this program reads {VERSION}.")
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        step, meta = int(body["step"]), body["meta"]
+    except OSError as error:
+        raise CheckpointError(f"{manifest} can't be read: {error}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{manifest} is damaged ({error!r}). Use an older checkpoint.") from error
+    outside = [name for name in files if not is_plain_name(name)]
+    if outside:
+        raise CheckpointError(f"{manifest} lists {outside[0]!r}, which is no plain file name. Don't use it.")
+    return Checkpoint(path=path, step=step, meta=meta, files=files)
+
+
+def _write_tensors(directory: Path, name: str, tensors: Producer | Mapping[str, Tensor]) -> FileRecord:
+    assert is_plain_name(name), name
+    assert name.endswith(".safetensors"), name
+    content = tensors() if callable(tensors) else tensors
+    specs = [TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in content.items()]
+    with TensorFileWriter(directory / name, specs) as writer:
+        for key, tensor in content.items():
+            writer.write(key, tensor)
+        return writer.finish()
+
+
+def _encode_manifest(step: int, records: Mapping[str, FileRecord], meta: Mapping[str, Any]) -> bytes:
+    files = {name: record._asdict() for name, record in records.items()}
+    body = {"format": FORMAT, "version": VERSION, "step": step, "meta": meta, "files": files}
+    return json.dumps({"crc32": zlib.crc32(_canonical(body)), "body": body}, indent=1).encode()
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _step_directories(run_dir: Path) -> list[Path]:
+    """Return the directories named like checkpoints, highest step first."""
+    parent = run_dir / "checkpoints"
+    entries = list(parent.iterdir()) if parent.is_dir() else []
+    found = [(int(match[1]), path) for path in entries if (match := _STEP_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]
+
+
+def _rotate(run_dir: Path, keep: int, newest: Path) -> None:
+    """Delete the oldest checkpoints, but only whole ones that hold nothing that we did not write."""
+    others = []
+    for path in _step_directories(run_dir):
+        try:
+            if path != newest:
+                others.append(open_checkpoint(path))
+        except CheckpointError:
+            continue  # not provably ours; `find_checkpoints` names it
+    for checkpoint in others[keep - 1 :]:
+        foreign = {path.name for path in checkpoint.path.iterdir()} - {MANIFEST, *checkpoint.files}
+        try:
+            if foreign:
+                warnings.warn(
+                    f"{checkpoint.path} is kept: it holds files of others ({', '.join(sorted(foreign)[:3])}).",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            else:
+                discard_directory(checkpoint.path)
+        except OSError as error:
+            warnings.warn(f"{checkpoint.path} can't be deleted: {error}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,119 @@
+"""Measure a machine's links: host and device, memory, NVMe; in the mix in which a step uses them."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lazytrain.slabs import allocate_slab
+from lazytrain.solver.problem import Hardware
+
+MIN_COPY_BYTES, MAX_COPY_BYTES = 4 << 20, 512 << 20
+NVME_TEST_BYTES = 256 << 20
+
+
+class MedianTimer(Protocol):
+    """What `lazytrain.profiler.Timer` offers."""
+
+    def median_ms(self, work: Callable[[], Any]) -> float:
+        """Return the median time of one call."""
+
+
+def measure_machine(
+    device: torch.device,
+    block_bytes: int,
+    limits: Mapping[str, int],
+    *,
+    update_gparams_s: tuple[float, float],
+    spill_dir: Path | None,
+    timer: MedianTimer,
+) -> Hardware:
+    """Return the machine's measured rates, with copies of a block's size and both directions of the link busy.
+
+    Args:
+        block_bytes: the size of the copies that matter.
+        limits: bytes a plan may fill per tier: "device", "host", "nvme".
+        update_gparams_s: the update's measured rates on the CPU and on the device, 1e9 parameters per second.
+        spill_dir: where to measure NVMe; None = not measured, and none allowed.
+    """
+    size = min(MAX_COPY_BYTES, max(MIN_COPY_BYTES, block_bytes))
+    host = allocate_slab(size, pin=device.type == "cuda", name="link test")
+    other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
+    memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
+    h2d_gbs = d2h_gbs = memcpy_gbs
+    if device.type == "cuda":
+        h2d_gbs, d2h_gbs = _measure_link(device, host, other, timer)
+    tiny = torch.empty(256, dtype=torch.uint8, device=device)
+    read_gbs, write_gbs = _measure_nvme(spill_dir, host) if spill_dir is not None else (1.0, 1.0)
+    return Hardware(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        device_memory_bytes=limits["device"],
+        host_memory_bytes=limits["host"],
+        nvme_bytes=limits.get("nvme", 0),
+        h2d_gbs=h2d_gbs,
+        d2h_gbs=d2h_gbs,
+        nvme_read_gbs=read_gbs,
+        nvme_write_gbs=write_gbs,
+        host_memory_gbs=2 * memcpy_gbs,
+        copy_latency_ms=timer.median_ms(lambda: tiny.copy_(host[:256], non_blocking=True)),
+        matmul_tflops=_matmul_tflops(device, timer),
+        device_memory_gbs=2 * memcpy_gbs if device.type == "cpu" else _device_memory_gbs(device, timer),
+        cpu_update_gparams_s=update_gparams_s[0],
+        device_update_gparams_s=update_gparams_s[1],
+        is_estimate=False,
+    )
+
+
+def _measure_link(device: torch.device, host: Tensor, back: Tensor, timer: MedianTimer) -> tuple[float, float]:
+    """Return h2d and d2h GB/s, each with the other direction busy."""
+    target = torch.empty_like(host, device=device)
+    source = torch.empty_like(back, device=device)
+    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def both() -> None:
+        with torch.cuda.stream(inward):
+            target.copy_(host, non_blocking=True)
+        with torch.cuda.stream(outward):
+            back.copy_(source, non_blocking=True)
+
+    rate = host.numel() / timer.median_ms(both) / 1e6
+    return rate, rate
+
+
+def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:
+    source = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / timer.median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def _matmul_tflops(device: torch.device, timer: MedianTimer) -> float:
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / timer.median_ms(lambda: a @ b) / 1e9
+
+
+def _measure_nvme(spill_dir: Path, data: Tensor) -> tuple[float, float]:
+    """Return read and write GB/s of a file that is dropped from the page cache between the two."""
+    spill_dir.mkdir(parents=True, exist_ok=True)
+    path = spill_dir / f"rate-test-{os.getpid()}"
+    payload = memoryview(data.numpy())[: min(len(data), NVME_TEST_BYTES)]
+    try:
+        start_s = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+            write_s = time.perf_counter() - start_s
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start_s = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.read(16 << 20):
+                pass
+        read_s = time.perf_counter() - start_s
+    finally:
+        path.unlink(missing_ok=True)
+    return len(payload) / read_s / 1e9, len(payload) / write_s / 1e9

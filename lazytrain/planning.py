@@ -1,0 +1,146 @@
+"""From a model and a machine to a plan: profile, solve, and more microbatches where nothing fits."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lazytrain.base import Batch, Model
+from lazytrain.errors import MemoryBudgetError
+from lazytrain.optimizer import AdamWSettings
+from lazytrain.profiler import profile
+from lazytrain.programs import ProgramCache
+from lazytrain.slabs import available_host_bytes
+from lazytrain.solver.memory import account, find_shortage
+from lazytrain.solver.plan import Plan
+from lazytrain.solver.planning import Result, solve
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.simulator import simulate
+
+# Enough to keep a GPU's matrix units busy; more only costs memory.
+CHUNK_TOKENS_CUDA = 16384
+DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
+
+
+class Planned(NamedTuple):
+    """A plan, the measured problem it answers, and the solver's account."""
+
+    plan: Plan
+    problem: Problem
+    result: Result
+
+
+def default_limits(
+    device: torch.device, *, gpu_memory: int | None = None, host_memory: int | None = None
+) -> dict[str, int]:
+    """Return the bytes a plan may fill per tier: the given limits, or most of what is free now."""
+    host = host_memory or int(available_host_bytes() * HOST_SHARE)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return {"device": min(gpu_memory or free, int(free * DEVICE_SHARE)), "host": host}
+    return {"device": gpu_memory or host // 2, "host": host}
+
+
+def default_microbatches(batch: Batch, device: torch.device) -> int:
+    """Return into how many chunks to cut a batch at first: one on a CPU, about 16k tokens each on a GPU."""
+    first = next(iter(batch.values()))
+    if device.type != "cuda":
+        return 1
+    num_rows, num_tokens = len(first), first.numel()
+    return max(1, min(num_rows, math.ceil(num_tokens / CHUNK_TOKENS_CUDA)))
+
+
+def plan_from_file(
+    path: Path,
+    model: Model,
+    settings: AdamWSettings,
+    batch: Batch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    programs: ProgramCache,
+    limits: Mapping[str, int],
+    name: str = "model",
+    num_microbatches: int | None = None,
+    spill_dir: Path | None = None,
+    floor_s: float = 0.2,
+) -> Planned:
+    """Read a plan that was saved, perhaps edited; check it against this model and machine and predict it anew.
+
+    Raises:
+        PlannerError: the file is no plan, or it contradicts itself or the model.
+        MemoryBudgetError: it does not fit; says what is missing per tier.
+    """
+    plan = Plan.load(path)
+    problem = profile(
+        model,
+        settings,
+        batch,
+        num_microbatches=plan.num_microbatches,
+        device=device,
+        dtype=dtype,
+        programs=programs,
+        limits=limits,
+        name=name,
+        spill_dir=spill_dir,
+        floor_s=floor_s,
+    )
+    plan.validate(problem)
+    shortage = find_shortage(problem, account(problem, plan))
+    if shortage:
+        missing = ", ".join(f"{tier}: {num_bytes / 2**30:.2f} GiB more" for tier, num_bytes in shortage.items())
+        raise MemoryBudgetError(f"{path} does not fit this machine's budgets ({missing}). Edit it, or plan anew.")
+    plan = plan.with_prediction(simulate(problem, plan).predicted)
+    return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
+
+
+def choose_plan(
+    model: Model,
+    settings: AdamWSettings,
+    batch: Batch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    programs: ProgramCache,
+    limits: Mapping[str, int],
+    name: str = "model",
+    num_microbatches: int | None = None,
+    spill_dir: Path | None = None,
+    floor_s: float = 0.2,
+    report: Callable[[str], None] = lambda line: None,
+) -> Planned:
+    """Profile the model, solve for a plan, and cut the step in more microbatches as long as nothing fits.
+
+    Args:
+        batch: an example of the run's largest batches.
+        num_microbatches: None = `default_microbatches`, doubled until a plan fits.
+        report: called with one line per try.
+
+    Raises:
+        MemoryBudgetError: no plan fits, even with one row a microbatch; says what is missing per tier.
+    """
+    count = num_microbatches or default_microbatches(batch, device)
+    num_rows = len(next(iter(batch.values())))
+    while True:
+        problem = profile(
+            model,
+            settings,
+            batch,
+            num_microbatches=count,
+            device=device,
+            dtype=dtype,
+            programs=programs,
+            limits=limits,
+            name=name,
+            spill_dir=spill_dir,
+            floor_s=floor_s,
+        )
+        result = solve(problem)
+        if result.plan is not None:
+            return Planned(result.plan, problem, result)
+        if num_microbatches is not None or count >= num_rows:
+            raise MemoryBudgetError(result.message)
+        report(f"nothing fits with {count} microbatches: trying {min(2 * count, num_rows)}")
+        count = min(2 * count, num_rows)

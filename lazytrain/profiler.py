@@ -1,0 +1,269 @@
+"""Measure what the planner needs to know of a model on this machine, at the shapes of the run.
+
+Every time is the median of repeats that fill `floor_s`, on random weights of the real shapes. Block programs, head and
+embed run as the sweep runs them; the update runs over one unit's slabs; copies are of the size of a block.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lazytrain.base import Batch, Context, Model, Params, Unit
+from lazytrain.engine import split_batch
+from lazytrain.layout import UnitLayout
+from lazytrain.links import measure_machine
+from lazytrain.optimizer import AdamWSettings, update_unit_into
+from lazytrain.programs import BlockPrograms, ProgramCache
+from lazytrain.solver.problem import Problem, ResidualPoint, UnitCost
+from lazytrain.sweep import embed_grads, head_grads
+
+MIN_REPEATS, MAX_REPEATS = 3, 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timer:
+    """Times callables on one device.
+
+    Attributes:
+        floor_s: repeat until this much time is filled, so that clocks and caches are those of a run.
+    """
+
+    device: torch.device
+    floor_s: float
+
+    def median_ms(self, work: Callable[[], Any]) -> float:
+        """Return the median time of one call, after one call to warm up."""
+        work()
+        self._wait()
+        times_s: list[float] = []
+        while len(times_s) < MIN_REPEATS or (sum(times_s) < self.floor_s and len(times_s) < MAX_REPEATS):
+            start_s = time.perf_counter()
+            work()
+            self._wait()
+            times_s.append(time.perf_counter() - start_s)
+        return statistics.median(times_s) * 1e3
+
+    def extra_bytes(self, work: Callable[[], Any]) -> int | None:
+        """Return how far one call raises the device's peak above its start; None where nobody counts (CPU)."""
+        if self.device.type != "cuda":
+            return None
+        self._wait()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        kept = work()
+        self._wait()
+        del kept
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def profile(
+    model: Model,
+    settings: AdamWSettings,
+    batch: Batch,
+    *,
+    num_microbatches: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    programs: ProgramCache,
+    limits: Mapping[str, int],
+    name: str = "model",
+    spill_dir: Any = None,
+    floor_s: float = 0.2,
+) -> Problem:
+    """Measure a model's costs on this machine and return the planner's problem.
+
+    Args:
+        batch: an example of the run's batches (CPU tensors), the largest shape.
+        num_microbatches: the chunks a step is cut in; costs are per chunk.
+        limits: what a plan may fill: "device", "host" and, if `spill_dir` is given, "nvme", in bytes.
+        spill_dir: where NVMe would be used; None = NVMe is not part of the plan.
+        floor_s: least time spent on each measurement.
+    """
+    timer = Timer(device=device, floor_s=floor_s)
+    part = split_batch(batch, num_microbatches)[0]
+    chunk = {key: value.to(device) for key, value in part.items()}
+    with torch.no_grad():
+        ctx = model.context(chunk, dtype)
+        embed_params, head_params = _end_params(model, device, dtype)
+        x_btd = model.embed.fn(embed_params, chunk)
+        embed = _profile_embed(model, settings, embed_params, chunk, x_btd, dtype, timer)
+        costs = {}
+        for unit in model.blocks:
+            if unit.kind not in costs:
+                costs[unit.kind] = _profile_block(unit, settings, x_btd, ctx, dtype, programs, timer)
+        head = _profile_head(model, settings, head_params, chunk, x_btd, dtype, timer)
+        largest = max((cost.weight_bytes for cost in costs.values()), default=1 << 20)
+        rates = _update_rates((embed, *costs.values(), head))
+        hardware = measure_machine(device, largest, limits, update_gparams_s=rates, spill_dir=spill_dir, timer=timer)
+    tokens = int(batch["tokens_bt"].numel()) if "tokens_bt" in batch else len(next(iter(batch.values())))
+    return Problem(
+        model=name,
+        embed=embed,
+        blocks=tuple(replace(costs[unit.kind], name=unit.name) for unit in model.blocks),
+        head=head,
+        num_microbatches=num_microbatches,
+        hardware=hardware,
+        allow_nvme=spill_dir is not None,
+        tokens_per_step=tokens,
+        device_is_host=device.type == "cpu",
+        tied=bool(model.tied),
+        train_flops=6.0 * model.num_params * tokens,
+    )
+
+
+def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
+    """Return random parameters of a unit's shapes: small matrices, vectors of one."""
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.ones(spec.shape, device=device, dtype=dtype)
+        if len(spec.shape) < 2
+        else torch.randn(spec.shape, device=device, dtype=dtype, generator=generator) * 0.02
+        for name, spec in unit.params.items()
+    }
+
+
+def _end_params(model: Model, device: torch.device, dtype: torch.dtype) -> tuple[Params, Params]:
+    embed = random_unit_params(model.embed, device, dtype)
+    own = {name: spec for name, spec in model.head.params.items() if name not in model.tied}
+    head = random_unit_params(replace(model.head, params=own), device, dtype)
+    return embed, head | {name: embed[source] for name, source in model.tied.items()}
+
+
+def _profile_block(
+    unit: Unit,
+    settings: AdamWSettings,
+    x_btd: Tensor,
+    ctx: Context,
+    dtype: torch.dtype,
+    programs: ProgramCache,
+    timer: Timer,
+) -> UnitCost:
+    params = random_unit_params(unit, timer.device, dtype)
+    layout = settings.layout(unit.params, dtype)
+    program = programs.get(unit.kind, unit.fn, params, x_btd, ctx, layout=layout)
+    dy_btd = torch.randn_like(x_btd) * 1e-3
+    points = tuple(_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
+    return _unit_cost(unit, layout, x_btd, points, settings, timer)
+
+
+def _profile_point(
+    program: BlockPrograms, index: int, params: Params, x_btd: Tensor, ctx: Context, dy_btd: Tensor, timer: Timer
+) -> ResidualPoint:
+    def forward() -> Any:
+        if index == 0:
+            return program.forward(params, x_btd, ctx), ()
+        return program.forward_keep(index, params, x_btd, ctx)
+
+    residuals = forward()[1]
+    forward_ms = timer.median_ms(forward)
+    kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
+
+    def backward() -> Any:
+        return program.backward(index, params, x_btd, ctx, residuals, dy_btd)
+
+    backward_ms = timer.median_ms(backward)
+    peaks = (timer.extra_bytes(forward), timer.extra_bytes(backward))
+    if peaks[0] is None or peaks[1] is None:
+        # Nobody counts on the CPU: all intermediates of the block, which keep-all bounds, for a recompute.
+        workspace = program.points[-1].residual_bytes
+    else:
+        workspace = max(peaks[0] - kept_bytes, peaks[1])
+    return ResidualPoint(
+        residual_bytes=kept_bytes, forward_ms=forward_ms, backward_ms=backward_ms, workspace_bytes=max(0, workspace)
+    )
+
+
+def _profile_head(
+    model: Model,
+    settings: AdamWSettings,
+    params: Params,
+    chunk: Batch,
+    x_btd: Tensor,
+    dtype: torch.dtype,
+    timer: Timer,
+) -> UnitCost:
+    def work() -> Any:
+        return head_grads(model.head, params, x_btd, chunk, 1e-3)
+
+    point = ResidualPoint(
+        residual_bytes=0,
+        forward_ms=0.0,
+        backward_ms=timer.median_ms(work),
+        workspace_bytes=timer.extra_bytes(work) or 0,
+    )
+    own = {name: spec for name, spec in model.head.params.items() if name not in model.tied}
+    return _unit_cost(model.head, settings.layout(own, dtype), x_btd, (point,), settings, timer)
+
+
+def _profile_embed(
+    model: Model,
+    settings: AdamWSettings,
+    params: Params,
+    chunk: Batch,
+    x_btd: Tensor,
+    dtype: torch.dtype,
+    timer: Timer,
+) -> UnitCost:
+    dx_btd = torch.randn_like(x_btd) * 1e-3
+
+    def backward() -> Any:
+        return embed_grads(model.embed, params, chunk, dx_btd) if params else None
+
+    point = ResidualPoint(
+        residual_bytes=0,
+        forward_ms=timer.median_ms(lambda: model.embed.fn(params, chunk)),
+        backward_ms=timer.median_ms(backward),
+        workspace_bytes=timer.extra_bytes(backward) or 0,
+    )
+    layout = settings.layout(model.embed.params, dtype)
+    cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
+    return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
+
+
+def _unit_cost(
+    unit: Unit,
+    layout: UnitLayout,
+    x_btd: Tensor,
+    points: tuple[ResidualPoint, ...],
+    settings: AdamWSettings,
+    timer: Timer,
+) -> UnitCost:
+    return UnitCost(
+        name=unit.name,
+        kind=unit.kind,
+        num_params=sum(place.numel for place in layout.places),
+        weight_bytes=layout.weight_bytes,
+        state_bytes=layout.state_bytes,
+        grad_bytes=layout.weight_bytes,
+        boundary_bytes=x_btd.numel() * x_btd.element_size(),
+        points=points,
+        cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu"))),
+        device_update_ms=_update_ms(layout, settings, timer),
+    )
+
+
+def _update_rates(costs: Sequence[UnitCost]) -> tuple[float, float]:
+    """Return the measured update rates of the largest unit, in 1e9 parameters per second."""
+    largest = max(costs, key=lambda cost: cost.num_params)
+    times_ms = (largest.cpu_update_ms, largest.device_update_ms)
+    cpu, device = (max(1e-6, largest.num_params / ms / 1e6) if ms > 0 else 1e-6 for ms in times_ms)
+    return cpu, device
+
+
+def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer) -> float:
+    if layout.numel == 0:
+        return 0.0
+    weights = torch.zeros(layout.numel, dtype=layout.dtype, device=timer.device)
+    state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=timer.device)
+    grads = torch.full((layout.numel,), 1e-4, dtype=layout.dtype, device=timer.device)
+    hyper = settings.hyper(1e-5, 10)
+    return timer.median_ms(lambda: update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper))

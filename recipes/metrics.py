@@ -1,0 +1,61 @@
+"""metrics.jsonl: one line a step, and the same numbers as a note for the progress bar."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from lazytrain.base import StepMetrics
+from lazytrain.recipes.batches import TokenCounts
+
+
+class MetricsFile:
+    """Appends a line a step; lines of steps from `first_step` on, left by a run that was killed later, are removed."""
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] < first_step]
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics, counts: TokenCounts, batch: Mapping[str, Tensor]) -> None:
+        """Append one step."""
+        row = metrics._asdict() | {
+            "real_tokens": counts.real_tokens,
+            "padding_tokens": counts.padding_tokens,
+            "shape": list(batch["tokens_bt"].shape),
+            "tokens_per_s": counts.real_tokens / metrics.step_s,
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """Return the complete lines of a metrics file; a last line cut by a kill is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def describe_metrics(metrics: StepMetrics, counts: TokenCounts) -> str:
+    """Return loss, norm, rate and speed in a few words."""
+    rate = counts.real_tokens / metrics.step_s
+    return f"loss {metrics.loss:.4f}, norm {metrics.grad_norm:.2f}, lr {metrics.lr:.2e}, {rate:,.0f} tokens/s"

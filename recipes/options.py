@@ -1,0 +1,167 @@
+"""The recipe's command line: one frozen record of options."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lazytrain.errors import ConfigError
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one run of the recipe is told. None = the default that fits the model at hand (see `--help`)."""
+
+    model: Path | None
+    data: str | None
+    eval_data: str | None
+    query_field: str | None
+    response_field: str | None
+    prompt: str | None
+    out: Path
+    resume: str | None
+    steps: int | None
+    epochs: float | None
+    batch_size: int | None
+    max_tokens: int | None
+    microbatches: int | None
+    too_long: str
+    packing: bool
+    lr: float | None
+    warmup_steps: int | None
+    weight_decay: float | None
+    max_grad_norm: float
+    master_bits: int
+    seed: int
+    device: str | None
+    dtype: str | None
+    compile: bool | None
+    exact: bool
+    gpu_memory: int | None
+    host_memory: int | None
+    spill_dir: Path | None
+    plan: Path | None
+    plan_only: bool
+    eval_limit: int | None
+    eval_before: bool | None
+    eval_batch_size: int
+    max_new_tokens: int | None
+    save_every: int | None
+
+
+def parse_size(text: str) -> int:
+    """Return bytes of "24GiB", "500MB" or a plain number; raises argparse.ArgumentTypeError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 24GiB or 500MB")
+    size = int(float(match[1]) * UNITS[match[2].upper()])
+    if not 0 < size < 2**50:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size that a machine can have; write for example 24GiB")
+    return size
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Parse a command line; prints help or one line of error and exits with code 2 as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lazytrain.recipes.metamathqa",
+        description="Fine-tune all weights of a model on math problems, then measure exact match. "
+        "Without flags: a small model from scratch on an embedded sample, in a few minutes.",
+    )
+    _add_input(parser.add_argument_group("model and data"))
+    _add_training(parser.add_argument_group("training"))
+    _add_machine(parser.add_argument_group("machine and plan"))
+    _add_evaluation(parser.add_argument_group("evaluation"))
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.model is None and options.data is not None:
+        raise ConfigError(
+            "--data without --model: the embedded model knows only the embedded sample. Give --model DIR."
+        )
+    if options.model is not None and options.data is None:
+        raise ConfigError("--model without --data: give --data FILE, a JSON, JSONL or parquet file, or a hub name.")
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _add_input(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", type=Path, help="HF model directory (llama, mistral, qwen2, qwen3); default: the embedded one"
+    )
+    group.add_argument("--data", help="training rows: JSON, JSONL, parquet, a directory of them, or a hub name")
+    group.add_argument("--eval-data", help="rows to measure exact match on; default: a share of --data held out")
+    group.add_argument("--query-field", help="column of the problem (default: query, question or instruction)")
+    group.add_argument("--response-field", help="column of the solution (default: response, answer or output)")
+    group.add_argument("--prompt", choices=("metamath", "plain"), help="prompt style (default: metamath with --model)")
+    group.add_argument("--out", type=Path, default=Path("runs/metamathqa"), help="run directory (default: %(default)s)")
+    group.add_argument("--resume", choices=("auto",), help="auto: go on from the newest valid checkpoint in --out")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--steps", type=_positive, help="optimizer steps (default: --epochs)")
+    group.add_argument("--epochs", type=float, help="passes over the data (default: 1)")
+    group.add_argument("--batch-size", type=_positive, help="rows a step (default: 32)")
+    group.add_argument("--max-tokens", type=_positive, help="longest row in tokens (default: 512)")
+    group.add_argument("--microbatches", type=_positive, help="chunks a step is cut in (default: the planner's)")
+    group.add_argument(
+        "--too-long", choices=("drop", "truncate"), default="drop", help="longer rows (default: %(default)s)"
+    )
+    group.add_argument("--packing", action="store_true", help="several samples a row, without attention between them")
+    group.add_argument("--lr", type=float, help="peak learning rate (default: 2e-5)")
+    group.add_argument("--warmup-steps", type=int, help="linear warm-up (default: 3%% of the steps)")
+    group.add_argument("--weight-decay", type=float, help="AdamW's (default: 0)")
+    group.add_argument("--max-grad-norm", type=float, default=1.0, help="exact global clipping (default: %(default)s)")
+    group.add_argument(
+        "--master-bits", type=int, choices=(24, 32), default=32, help="master weights (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of order and initial weights (default: %(default)s)")
+    group.add_argument("--save-every", type=_positive, help="steps between checkpoints (default: at the end only)")
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    group.add_argument("--dtype", choices=("bfloat16", "float32"), help="working weights (default: bfloat16 on a GPU)")
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compile block programs (default: on a GPU, with --model)",
+    )
+    group.add_argument("--exact", action="store_true", help="the same bits under any plan also when compiled; slower")
+    group.add_argument("--gpu-memory", type=parse_size, help="device memory the plan may fill, for example 24GiB")
+    group.add_argument("--host-memory", type=parse_size, help="host memory the plan may fill")
+    group.add_argument("--spill-dir", type=Path, help="a directory on NVMe that the plan may use (default: no NVMe)")
+    group.add_argument("--plan", type=Path, help="use this plan.json instead of solving for one")
+    group.add_argument("--plan-only", action="store_true", help="profile, plan, print and stop")
+
+
+def _add_evaluation(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--eval-limit", type=int, help="problems to evaluate, 0 = none (default: all held-out ones)")
+    group.add_argument(
+        "--eval-before",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also before training (default: with --model)",
+    )
+    group.add_argument(
+        "--eval-batch-size", type=_positive, default=256, help="rows generated at once (default: %(default)s)"
+    )
+    group.add_argument("--max-new-tokens", type=_positive, help="longest answer (default: 256)")

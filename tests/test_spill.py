@@ -1,0 +1,234 @@
+import errno
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazytrain.errors import MemoryBudgetError
+from lazytrain.spill import SpillError, SpillStore
+
+
+def blob(value, num_bytes=1000):
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+def read(store, name, num_bytes=1000):
+    out = torch.empty(num_bytes, dtype=torch.uint8)
+    store.read_into(name, out)
+    return out
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = SpillStore(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 123, 4096, 100_001])
+def test_blob_comes_back_bit_equal(store, num_bytes):
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    store.write("a", data, sync=True)
+    assert torch.equal(read(store, "a", num_bytes), data)
+    assert torch.equal(store.map("a"), data)
+    assert store.nvme_write_bytes == store.nvme_read_bytes == num_bytes
+
+
+def test_short_reads_and_writes_are_continued(store, monkeypatch):
+    data = torch.randint(0, 256, (100,), dtype=torch.uint8)
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, out, offset: preadv(fd, [out[0][:3]], offset))
+    store.write("a", data)
+    assert torch.equal(read(store, "a", 100), data)
+
+
+def test_rewriting_reuses_files_and_keeps_the_room(store):
+    store.reserve([1000, 1000, 1000])
+    names = sorted(path.name for path in store.path.iterdir())
+    for value in range(20):
+        store.write("a", blob(value))
+        store.write("b", blob(value + 100))
+        assert read(store, "a")[0] == value
+    assert read(store, "b")[5] == 119
+    assert sorted(path.name for path in store.path.iterdir()) == names
+    assert store.reserved_bytes == 3000
+
+
+def test_reserved_room_is_taken_from_the_disk(store):
+    store.reserve([2**20, 5])
+    assert sum(path.stat().st_blocks for path in store.path.iterdir()) * 512 >= 2**20
+
+
+def test_old_version_lives_while_it_is_mapped(store):
+    store.write("a", blob(1))
+    view = store.map("a")[10:20]
+    for value in range(2, 6):
+        store.write("a", blob(value))
+        store.write("b", blob(value))
+    assert (view == 1).all()
+    view.fill_(99)
+    assert read(store, "a")[0] == 5
+    num_files = len(list(store.path.iterdir()))
+    assert store.reserved_bytes == 1000 * num_files
+    del view
+    gc.collect()
+    for name in range(num_files - 2):  # every file but those of a and b is free again
+        store.write(str(name), blob(7))
+    assert len(list(store.path.iterdir())) == num_files
+
+
+def test_mapping_of_the_current_version_may_end_first(store):
+    store.write("a", blob(1))
+    view = store.map("a")
+    del view
+    gc.collect()
+    store.write("b", blob(2))
+    assert read(store, "a")[0] == 1
+
+
+def test_removed_blob_is_gone_and_its_file_reused(store):
+    store.write("a", blob(1))
+    store.remove("a")
+    store.remove("a")
+    with pytest.raises(SpillError, match="'a'"):
+        read(store, "a")
+    store.write("b", blob(2))
+    assert len(list(store.path.iterdir())) == 1
+
+
+def test_small_blob_does_not_take_a_large_file(store):
+    store.reserve([1000])
+    store.write("small", blob(1, 10))
+    assert store.reserved_bytes == 1010
+    store.write("a", blob(1, 900))
+    assert store.reserved_bytes == 1010
+
+
+def test_wrong_sizes_and_cut_files_are_errors(store):
+    store.write("a", blob(1))
+    with pytest.raises(SpillError, match="1000 bytes; the buffer has 5"):
+        read(store, "a", 5)
+    os.truncate(next(store.path.iterdir()), 10)
+    with pytest.raises(SpillError, match="cut to 10 of 1000"):
+        read(store, "a")
+    with pytest.raises(SpillError, match="Nothing was spilled"):
+        store.map("b")
+
+
+def full(*args):
+    raise OSError(errno.ENOSPC, "full")
+
+
+def test_full_disk_is_found_when_reserving(store, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryBudgetError, match=r"5000 bytes.*No space left.*GiB free"):
+        store.reserve([5000])
+    assert list(store.path.iterdir()) == []
+
+
+def test_reserved_store_writes_on_when_the_disk_fills_up(store, monkeypatch):
+    store.reserve([1000] * 3)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for value in range(5):
+        store.write("a", blob(value))
+        store.write("b", blob(value))
+    assert read(store, "a")[0] == 4
+    with pytest.raises(MemoryBudgetError, match="No space left"):
+        store.write("large", blob(1, 5000))
+    assert read(store, "b")[0] == 4
+
+
+def test_failed_write_keeps_the_old_version(store, monkeypatch):
+    store.write("a", blob(1))
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(3):
+        with pytest.raises(MemoryBudgetError, match="Spilling 'a'"):
+            store.write("a", blob(2))
+    monkeypatch.undo()
+    assert read(store, "a")[0] == 1
+    assert len(list(store.path.iterdir())) == 2
+
+
+def test_unused_files_make_room_for_another_size(store, monkeypatch):
+    store.reserve([1000])
+    real, calls = os.posix_fallocate, []
+
+    def first_fails(*args):
+        calls.append(args)
+        return full() if len(calls) == 1 else real(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", first_fails)
+    store.write("a", blob(1, 5000))
+    assert store.reserved_bytes == 5000
+
+
+def test_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MemoryBudgetError, match="file"):
+        SpillStore(tmp_path / "file" / "x")
+
+
+def test_stores_share_a_directory_and_remove_only_the_dead(tmp_path):
+    first = SpillStore(tmp_path)
+    first.write("a", blob(1))
+    dead = tmp_path / "spill.lazytrain-tmp-dead"
+    dead.mkdir()
+    (dead / "slot_000000").write_bytes(b"x")
+    (tmp_path / "mine").mkdir()
+    second = SpillStore(tmp_path)
+    second.write("a", blob(2))
+    assert not dead.exists()
+    assert read(first, "a")[0] == 1
+    second.close()
+    second.close()
+    first.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_threads_use_different_names_at_once(store):
+    errors = []
+
+    def work(name, start):
+        try:
+            for value in range(start, start + 30):
+                store.write(name, blob(value, 20_000))
+                assert (read(store, name, 20_000) == value).all()
+        except BaseException as error:  # pytest sees no thread's failure by itself
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"t{i}", i * 40)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert store.nvme_write_bytes == store.nvme_read_bytes == 6 * 30 * 20_000
+
+
+actions = st.tuples(st.sampled_from(["write", "map", "unmap", "remove"]), st.sampled_from("abc"), st.integers(0, 40))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(actions, max_size=30))
+def test_any_sequence_keeps_every_version_whole(tmp_path_factory, steps):
+    store = SpillStore(tmp_path_factory.getbasetemp() / "spills")
+    expected, maps = {}, []
+    for turn, (action, name, num_bytes) in enumerate(steps):
+        if action == "write":
+            expected[name] = blob(turn, num_bytes)
+            store.write(name, expected[name])
+        elif action == "map" and name in expected:
+            maps.append((store.map(name), expected[name]))
+        elif action == "unmap":
+            maps = maps[1:]
+        elif action == "remove":
+            store.remove(name)
+            expected.pop(name, None)
+        assert all(torch.equal(view, value) for view, value in maps)
+        assert all(torch.equal(read(store, key, value.numel()), value) for key, value in expected.items())
+    store.close()

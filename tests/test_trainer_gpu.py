@@ -1,0 +1,51 @@
+"""The trainer with real streams: plans give the same bits on a GPU too, for a toy and for a transformer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_saving import CONFIG
+from test_trainer import PLANS
+from toys import make_batch, make_model, make_params
+
+from lazytrain import adamw8bit, make_train_step
+from lazytrain.base import Model
+from lazytrain.configuration import parse_config
+from lazytrain.solver.plan import Plan
+from lazytrain.trainer import read_params
+from lazytrain.transformer import random_params, transformer_model
+
+pytestmark = pytest.mark.gpu
+NUM_STEPS = 6
+WIDE = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+
+
+def train(model: Model, params: dict, plan: Plan, dtype: torch.dtype, spill_dir: Path, rows: int) -> tuple:
+    step = make_train_step(model, adamw8bit(1e-3), plan, device="cuda", dtype=dtype, spill_dir=spill_dir)
+    state, seen = step.init(params), []
+    for i in range(NUM_STEPS):
+        state, metrics = step(state, make_batch(i, rows=rows, time=48))
+        seen.append((metrics.loss, metrics.grad_norm))
+    return seen, {name: value.clone() for name, value in read_params(state)}
+
+
+def assert_same(one: tuple, other: tuple) -> None:
+    assert one[0] == other[0]
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_gives_the_same_bits_on_a_gpu(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model()
+    expected = train(model, make_params(model), PLANS["resident"], dtype, tmp_path, rows=8)
+    assert_same(train(model, make_params(model), PLANS[name], dtype, tmp_path, rows=8), expected)
+
+
+@pytest.mark.parametrize("name", ["streamed", "streamed, updated on cpu", "mixed, ring of 3", "all on nvme"])
+def test_a_transformer_trains_with_the_same_bits_under_every_plan(name: str, tmp_path: Path) -> None:
+    model = transformer_model(parse_config(WIDE))
+    params = dict(random_params(model, 0, torch.float32))
+    expected = train(model, params, PLANS["resident"], torch.bfloat16, tmp_path, rows=16)
+    assert_same(train(model, params, PLANS[name], torch.bfloat16, tmp_path, rows=16), expected)
