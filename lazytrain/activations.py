@@ -1,7 +1,7 @@
-"""What forward leaves for backward: boundary activations and residuals, kept, offloaded or spilled as the plan says.
+"""What forward leaves for backward: boundary activations and residuals, kept, offloaded or spilled.
 
-Offload: the d2h copy reads the live tensors; they are held until it ended (two blocks later at most). Fetch: into one of
-two device buffers. Tensors keep their strides, so that backward computes the same bits wherever they were.
+Offload: the d2h copy reads the live tensors; they are held until it ended (two blocks later at most). Fetch: into one
+of two device buffers. Tensors keep their strides, so that backward computes the same bits wherever they were.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class Activations:
             ]
 
     def _fetch_buffer(self, turn: int, num_bytes: int) -> Tensor:
-        assert self._fetch_buffers and num_bytes <= self._fetch_buffers[0].numel(), "reserve() was called for less"
+        assert num_bytes <= self._fetch_buffers[0].numel(), "reserve() was called for less"
         return self._fetch_buffers[turn % NUM_FETCH_BUFFERS]
 
     def _host_slab(self, key: str, num_bytes: int) -> Tensor:
@@ -125,7 +125,8 @@ class Activations:
     def _source(self, pack: Packed) -> Tensor:
         if pack.place != "nvme":
             return self._host[pack.key]
-        assert pack.write is not None and self._homes.spill is not None
+        assert pack.write is not None
+        assert self._homes.spill is not None
         pack.write.result()
         slab = allocate_slab(max(1, pack.num_bytes), pin=False, name=f"unspill {pack.key}")
         with self._lanes.span(NVME_READ, "unspill", pack.key):

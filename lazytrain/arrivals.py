@@ -126,7 +126,8 @@ class Arrivals:
         home, layout = arrival.home, arrival.home.layout
         state = arrival.state if arrival.state is not None else home.state_device
         grads = arrival.grads if arrival.grads is not None else home.grads_device
-        assert state is not None and grads is not None
+        assert state is not None
+        assert grads is not None
         with self._lanes.span(COMPUTE, "update", home.unit.name, [arrival.ticket]) as done:
             update_unit_into(layout, arrival.weights, state, grads, coef=pending.coef, hyper=pending.hyper)
         home.grads_device = None

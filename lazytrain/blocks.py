@@ -42,7 +42,8 @@ def block_model(
     if not blocks:
         raise ConfigError("block_model: the list of blocks is empty. Give at least one (function, params) pair.")
     kinds: dict[object, str] = {}
-    units, params = [], {}
+    units: list[Unit] = []
+    params: Params = {}
     for i, (fn, own) in enumerate(blocks):
         signature = (fn, tuple((name, tuple(value.shape)) for name, value in own.items()))
         kind = kinds.setdefault(signature, f"block kind {len(kinds)}")
@@ -73,7 +74,7 @@ def blocks_from_modules(modules: Sequence[nn.Module]) -> list[tuple[BlockFunctio
     def fn(params: Params, x: Tensor, ctx: Context) -> Tensor:
         return functional_call(template, params, (x,))
 
-    pairs = []
+    pairs: list[tuple[BlockFunction, Params]] = []
     for i, module in enumerate(modules):
         if any(True for _ in module.buffers()):
             raise ConfigError(f"module {i} has buffers, which a pure block can't have. Make them inputs or parameters.")

@@ -23,7 +23,8 @@ def causal_attention(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor, ctx: Contex
     """Attend to earlier positions, or to what `ctx["mask_b1tt"]` shows.
 
     On CUDA the fused kernels take grouped heads only without a mask and in 16 bits; elsewhere torch would fall back
-    to all t x t scores in memory, so the key/value heads are repeated.
+    to all t x t scores in memory, so the key/value heads are repeated. Their backward adds parts of dq in no fixed
+    order: the same bits from run to run need `torch.use_deterministic_algorithms(True)` there.
     """
     mask_b1tt = ctx.get("mask_b1tt")
     num_shared = q_bhtk.shape[1] // k_bgtk.shape[1]

@@ -10,9 +10,10 @@ from torch import Tensor
 from lazytrain.activations import Activations
 from lazytrain.arrivals import Arrivals
 from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit
+from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
 from lazytrain.gradients import GradientSink, norm_of_squares
-from lazytrain.homes import FillUnit, build_homes
+from lazytrain.homes import FillUnit, build_homes, owned_params
 from lazytrain.lanes import COMPUTE, Lanes, Worker
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.programs import ProgramCache
@@ -48,6 +49,8 @@ class Engine:
         self.writer = Worker("writer", threaded=spills)
         self.updater = Worker("updater", threaded=updates_on_cpu)
         self.spill = SpillStore(spill_dir) if spills and spill_dir is not None else None
+        if self.spill is not None:
+            self.spill.reserve(_spill_sizes(model, plan, settings, dtype))
         self.homes = build_homes(
             model, plan, settings, fill=fill, dtype=dtype, lanes=self.lanes, spill=self.spill, progress=progress
         )
@@ -72,7 +75,7 @@ class Engine:
         num_targets = self.model.count(batch)
         if num_targets <= 0:
             raise DataError(f"step {step}: no position of the batch has a target. Drop such rows when encoding.")
-        with torch.no_grad():
+        with torch.no_grad(), deterministic(self.device):
             batches, contexts = self._microbatches(batch)
             tied = self.model.tied
             sink = GradientSink(self.homes, self.lanes, num_microbatches=len(batches), tied=tied)
@@ -171,6 +174,16 @@ def split_batch(batch: Batch, num_microbatches: int) -> Sequence[dict[str, Tenso
     num_parts = max(1, min(num_microbatches, num_rows))
     pieces = {name: value.tensor_split(num_parts) for name, value in batch.items()}
     return [{name: piece[i] for name, piece in pieces.items()} for i in range(num_parts)]
+
+
+def _spill_sizes(model: Model, plan: Plan, settings: AdamWSettings, dtype: torch.dtype) -> list[int]:
+    """Return the file sizes of what lives on NVMe, and room for the two that may be written anew at once."""
+    sizes = []
+    for unit, unit_plan in zip(model.units, (plan.embed, *plan.blocks, plan.head), strict=True):
+        layout = settings.layout(owned_params(model, unit), dtype)
+        sizes += [layout.weight_bytes] if unit_plan.weights == "nvme" else []
+        sizes += [layout.state_bytes] if unit_plan.states == "nvme" else []
+    return sizes + [max(sizes, default=0)] * (2 if sizes else 0)
 
 
 def _uses_nvme(unit: UnitPlan) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazytrain.base import Model, Unit
+from lazytrain.base import Model, ParamSpec, Unit
 from lazytrain.lanes import NVME_READ, NVME_WRITE, Lanes, Ticket
 from lazytrain.layout import UnitLayout
 from lazytrain.optimizer import AdamWSettings
@@ -116,6 +116,11 @@ class Homes:
         return target
 
 
+def owned_params(model: Model, unit: Unit) -> dict[str, ParamSpec]:
+    """Return a unit's parameters without those that the head shares with the embed, which owns them."""
+    return {n: s for n, s in unit.params.items() if not (unit is model.head and n in model.tied)}
+
+
 def file_name(home: UnitHome, what: str) -> str:
     """Return the name under which a unit's slab is spilled."""
     return f"{home.index:04d}.{what}"
@@ -136,8 +141,8 @@ def build_homes(
     unit_plans = (plan.embed, *plan.blocks, plan.head)
     homes = Homes(units=[], spill=spill, lanes=lanes, dtype=dtype)
     for index, (unit, unit_plan) in enumerate(zip(model.units, unit_plans, strict=True)):
-        owned = {n: s for n, s in unit.params.items() if not (unit is model.head and n in model.tied)}
-        home = UnitHome(index=index, unit=unit, layout=settings.layout(owned, dtype), plan=unit_plan)
+        layout = settings.layout(owned_params(model, unit), dtype)
+        home = UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan)
         homes.units.append(home)
         if home.has_params:
             load_unit(homes, home, fill)

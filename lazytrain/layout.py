@@ -5,7 +5,7 @@ A unit has one weight slab (working weights, one dtype, so that it streams as on
 a multiple of 128 elements and padding is zero, which AdamW keeps at zero.
 
     weight slab   [ quantized tensors ........ | fp32-state tensors .... ]
-    state slab    [ lo_q | m_q | m_scale | v_q | v_scale | lo_f | m_f | v_f ]     each part starts at a multiple of 256 bytes
+    state slab    [ lo_q | m_q | m_scale | v_q | v_scale | lo_f | m_f | v_f ]     each part at a multiple of 256 bytes
 
 `lo` is the master correction: int16 (or int8 for quantized tensors of a 24-bit master) beside bf16 working weights,
 absent beside fp32 ones, which are their own master.

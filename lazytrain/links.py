@@ -100,7 +100,7 @@ def _measure_nvme(spill_dir: Path, data: Tensor) -> tuple[float, float]:
     """Return read and write GB/s of a file that is dropped from the page cache between the two."""
     spill_dir.mkdir(parents=True, exist_ok=True)
     path = spill_dir / f"rate-test-{os.getpid()}"
-    payload = memoryview(data.numpy())[: min(len(data), NVME_TEST_BYTES)]
+    payload = memoryview(data.numpy().data)[: min(len(data), NVME_TEST_BYTES)]
     try:
         start_s = time.perf_counter()
         with path.open("wb") as file:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Batch, Context, Model, Params, Unit
+from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
+from lazytrain.homes import owned_params
 from lazytrain.layout import UnitLayout
 from lazytrain.links import measure_machine
 from lazytrain.optimizer import AdamWSettings, update_unit_into
@@ -91,7 +93,7 @@ def profile(
     timer = Timer(device=device, floor_s=floor_s)
     part = split_batch(batch, num_microbatches)[0]
     chunk = {key: value.to(device) for key, value in part.items()}
-    with torch.no_grad():
+    with torch.no_grad(), deterministic(device):
         ctx = model.context(chunk, dtype)
         embed_params, head_params = _end_params(model, device, dtype)
         x_btd = model.embed.fn(embed_params, chunk)
@@ -133,8 +135,7 @@ def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> 
 
 def _end_params(model: Model, device: torch.device, dtype: torch.dtype) -> tuple[Params, Params]:
     embed = random_unit_params(model.embed, device, dtype)
-    own = {name: spec for name, spec in model.head.params.items() if name not in model.tied}
-    head = random_unit_params(replace(model.head, params=own), device, dtype)
+    head = random_unit_params(replace(model.head, params=owned_params(model, model.head)), device, dtype)
     return embed, head | {name: embed[source] for name, source in model.tied.items()}
 
 
@@ -200,8 +201,9 @@ def _profile_head(
         backward_ms=timer.median_ms(work),
         workspace_bytes=timer.extra_bytes(work) or 0,
     )
-    own = {name: spec for name, spec in model.head.params.items() if name not in model.tied}
-    return _unit_cost(model.head, settings.layout(own, dtype), x_btd, (point,), settings, timer)
+    return _unit_cost(
+        model.head, settings.layout(owned_params(model, model.head), dtype), x_btd, (point,), settings, timer
+    )
 
 
 def _profile_embed(

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lazytrain.base import Model
 from lazytrain.checkpoint import Checkpoint, latest_valid, save_checkpoint
 from lazytrain.errors import CheckpointError
-from lazytrain.export import export_model, plan_export
-from lazytrain.homes import UnitHome
+from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, export_model, plan_export
+from lazytrain.homes import UnitHome, owned_params
 from lazytrain.layout import TensorPlace, UnitLayout, groups_in_row, rows_and_cols
 from lazytrain.shards import ModelDir
 from lazytrain.tensorwriter import TensorSpec
@@ -85,24 +87,33 @@ def resume_state(
     )
 
 
+def plan_state_export(model: Model, model_dir: ModelDir, directory: Path, dtype: torch.dtype) -> ExportPlan:
+    """Return which tensor goes to which shard; call it before training, so that the save at the end can't surprise.
+
+    Raises:
+        ModelFileError: `directory` is the base model's, or holds something that is not an export of ours.
+    """
+    check_target(directory, model_dir.path)
+    specs = [
+        TensorSpec(spec.full_name, dtype, spec.shape)
+        for unit in model.units
+        for spec in owned_params(model, unit).values()
+    ]
+    total_bytes = sum(spec.num_bytes for spec in specs)
+    # As many shards as the base model at least, so that a reader that streams them can do so again.
+    num_shards = max(1, len(model_dir.files))
+    return plan_export(specs, max_shard_bytes=min(MAX_SHARD_BYTES, max(1, -(-total_bytes // num_shards))))
+
+
 def export_state(state: TrainState, model_dir: ModelDir, directory: Path) -> Path:
     """Write the trained model as an HF directory: shards, regenerated index, config, tokenizer, generation config.
 
     Tied heads are stored once, as the embedding. The base model's directory is never written to.
     """
     engine = live_engine(state)
-    specs = [
-        TensorSpec(place.full_name, engine.dtype, place.shape)
-        for home in engine.homes.units
-        for place in home.layout.places
-    ]
-    total_bytes = sum(spec.num_bytes for spec in specs)
-    # As many shards as the base model at least, so that a reader that streams them can do so again.
-    num_shards = max(1, len(model_dir.files))
-    plan = plan_export(specs, max_shard_bytes=min(5 * 2**30, max(1, -(-total_bytes // num_shards))))
     return export_model(
         directory,
-        plan,
+        plan_state_export(engine.model, model_dir, directory, engine.dtype),
         read_params(state),
         config=model_dir.config,
         side_files=model_dir.side_files,

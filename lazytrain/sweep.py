@@ -91,7 +91,7 @@ class Sweep:
         """
         params = self.head_params()
         total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
-        cotangents = []
+        cotangents: list[Tensor] = []
         head = self.model.head
         with self.lanes.span(COMPUTE, "head", head.name):
             while xs:
@@ -157,7 +157,8 @@ class Sweep:
         params = self._params(arrival)
         full = len(stash.in_flight) == NUM_OFFLOADS_IN_FLIGHT
         oldest = stash.in_flight.pop(0)[0] if full else None
-        outputs, residuals, programs = [], [], []
+        outputs, programs = [], []
+        residuals: list[tuple[Tensor, ...]] = []
         with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, oldest]) as done:
             for x_btd, ctx in zip(xs, contexts):
                 program = self.programs.get(home.unit.kind, home.unit.fn, params, x_btd, ctx, layout=home.layout)
@@ -278,7 +279,7 @@ def head_grads(head: Unit, params: Params, x_btd: Tensor, batch: Batch, scale: f
     """Return the unscaled summed loss, and the gradients of `scale` times it by x_btd and by the head's parameters."""
     if head.grads_fn is not None:
         return head.grads_fn(params, x_btd, batch, scale)
-    loss_sum, pull = vjp(lambda p, x: head.fn(p, x, batch), params, x_btd)
+    loss_sum, pull = vjp(lambda p, x: head.fn(p, x, batch), params, x_btd)  # type: ignore[misc]
     grads, dx_btd = pull(torch.full_like(loss_sum, scale))
     return loss_sum, dx_btd, grads
 
@@ -287,5 +288,5 @@ def embed_grads(embed: Unit, params: Params, batch: Batch, dx_btd: Tensor) -> Pa
     """Return the embed's gradients for a cotangent of its output."""
     if embed.grads_fn is not None:
         return embed.grads_fn(params, batch, dx_btd)
-    _, pull = vjp(lambda p: embed.fn(p, batch), params)
+    _, pull = vjp(lambda p: embed.fn(p, batch), params)  # type: ignore[misc]
     return pull(dx_btd)[0]

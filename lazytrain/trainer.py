@@ -7,7 +7,7 @@
 A state is a small frozen record; the weights and optimizer states that it stands for live in the trainer's memory and
 on NVMe, so a step consumes the state that it is given, as with donated buffers: using it again is an error.
 
-`train_step` may return while the update that it decided is still to come: each unit is updated just before its next use.
+`train_step` may return while the update that it decided is still to come: each unit is updated before its next use.
 Whatever reads the state (`read_params`, a checkpoint, `unit_params`) finishes the updates first.
 """
 
@@ -119,9 +119,9 @@ def make_train_step(
     """Return the step function of a model under a plan.
 
     Args:
-        plan: None = keep everything on the device on a CPU, stream every block through it on a GPU.
+        plan: None = everything on the device on a CPU, every block streamed through it on a GPU.
         device: None = the GPU if there is one.
-        dtype: of the working weights: float32, or bfloat16, beside which the optimizer keeps the rest of an fp32 master.
+        dtype: of the working weights: float32, or bfloat16 (the optimizer then keeps the rest of an fp32 master).
         spill_dir: a directory on NVMe, needed if the plan puts anything there.
         compile: compile block programs (equal bits between residual points then need more than this release has).
         programs: share compiled programs with another trainer of the same model.

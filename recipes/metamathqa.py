@@ -1,6 +1,6 @@
 """Fine-tune all weights of a model on math problems, then measure exact match.
 
-    python -m lazytrain.recipes.metamathqa                                 the embedded default, a few minutes on two cores
+    python -m lazytrain.recipes.metamathqa                                 the embedded default, a few minutes
     python -m lazytrain.recipes.metamathqa --model DIR --data FILE         your model, your rows
 
 prepare -> profile and plan -> train -> checkpoint, model directory -> exact match -> picture, measured beside predicted
@@ -9,6 +9,7 @@ prepare -> profile and plan -> train -> checkpoint, model directory -> exact mat
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
 from lazytrain.recipes.outcome import describe_plan, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
-from lazytrain.saving import export_state, resume_state, save_state
+from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
 from lazytrain.signals import GracefulStop
 from lazytrain.solver.errors import PlannerError
@@ -33,6 +34,7 @@ from lazytrain.trainer import TrainState, TrainStep, make_train_step
 
 # Every point of the residual curve is compiled on its own while profiling.
 COMPILED_BUDGETS = (0.3, 0.6, 1.0)
+SLOW_DISK_BYTES_S = 0.5e9
 TRACED_STEP = 4  # of this process: late enough for caches to be warm
 
 
@@ -41,31 +43,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse_options(arguments)
         options.out.mkdir(parents=True, exist_ok=True)
-        with RunLock(options.out), GracefulStop() as stop:
-            run(options, stop)
+        bound = Bound()
+        with RunLock(options.out), GracefulStop(bound.seconds) as stop:
+            run(options, stop, bound)
         return stop.exit_code
     except (LazyTrainError, PlannerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: Options, stop: GracefulStop) -> None:
+@dataclass(kw_only=True)
+class Bound:
+    """How long a signal may have to wait until the state is saved: the running step, another, and the checkpoint."""
+
+    step_s: float | None = None
+    checkpoint_bytes: int = 0
+
+    def seconds(self) -> float | None:
+        """Return the bound, or None where no step was planned yet."""
+        return None if self.step_s is None else 2 * self.step_s + self.checkpoint_bytes / SLOW_DISK_BYTES_S + 1.0
+
+
+def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     """Do all stages of the run in order; a signal ends it between two of them, or between two steps."""
     say = print_line
-    job = prepare(options, say)
-    device, dtype = choose_device(options)
-    optimizer = make_optimizer(options, job)
-    programs = make_programs(options, device)
-    planned = make_plan(options, job, optimizer, device, dtype, programs, say)
-    for line in describe_plan(planned, job):
-        say(line)
-    planned.plan.save(options.out / "plan.json")
-    if options.plan_only or stop.requested:
-        return
-    step = make_train_step(
-        job.model, optimizer, planned.plan, device=device, dtype=dtype, spill_dir=options.spill_dir, programs=programs
-    )
-    state = start(options, job, step, say)
+    with stop.at_once():
+        job = prepare(options, say)
+        device, dtype = choose_device(options)
+        plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
+        optimizer = make_optimizer(options, job)
+        programs = make_programs(options, device)
+        planned = make_plan(options, job, optimizer, device, dtype, programs, say)
+        for line in describe_plan(planned, job):
+            say(line)
+        planned.plan.save(options.out / "plan.json")
+        if options.plan_only:
+            return
+        step = make_train_step(
+            job.model,
+            optimizer,
+            planned.plan,
+            device=device,
+            dtype=dtype,
+            spill_dir=options.spill_dir,
+            programs=programs,
+        )
+        state = start(options, job, step, say)
+    bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
+    bound.checkpoint_bytes = sum(unit.weight_bytes + unit.state_bytes for unit in planned.problem.units)
     before = None
     if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
         before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)

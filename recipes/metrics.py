@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -42,7 +42,7 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a metrics file; a last line cut by a kill is left out."""
     if not path.is_file():
         return []

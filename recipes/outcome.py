@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lazytrain.solver.explanation import format_plan
 
 from lazytrain.lanes import Span
 from lazytrain.planning import Planned
@@ -16,7 +17,6 @@ from lazytrain.recipes.metrics import read_metrics
 from lazytrain.recipes.pictures import draw_run
 from lazytrain.recipes.preparation import Job
 from lazytrain.recipes.scoring import Score
-from lazytrain.solver.explanation import format_plan
 from lazytrain.solver.simulator import simulate
 
 GIB = 2**30
@@ -62,13 +62,13 @@ def write_outcome(
             "measured": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         },
         "exact_match": {name: _score(score) for name, score in (("before", before), ("after", after))},
-        "final_loss": statistics.fmean(float(row["loss"]) for row in rows[-20:]) if rows else None,
+        "final_loss": statistics.fmean(row["loss"] for row in rows[-20:]) if rows else None,
     }
     (out / "outcome.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
     if rows and measured_ms is not None:
         draw_run(
             out / "run.png",
-            [(int(row["step"]), float(row["loss"])) for row in rows],
+            [(row["step"], row["loss"]) for row in rows],
             simulate(planned.problem, planned.plan).timeline,
             spans,
             predicted_ms=predicted.step_ms,

@@ -29,10 +29,21 @@ OTHER_COLOR = "#bbbbbb"
 class Bar(Protocol):
     """A piece of work of the simulator or of the trace."""
 
-    name: str
-    queue: str
-    start_ms: float
-    end_ms: float
+    @property
+    def name(self) -> str:
+        """Return what was done."""
+
+    @property
+    def queue(self) -> str:
+        """Return where."""
+
+    @property
+    def start_ms(self) -> float:
+        """Return when it began."""
+
+    @property
+    def end_ms(self) -> float:
+        """Return when it ended."""
 
 
 def draw_run(

@@ -1,4 +1,4 @@
-"""Everything a run needs before it can plan: model, tokenizer, rows, batches; from files or from the embedded default."""
+"""Everything a run needs before it can plan: model, tokenizer, rows, batches; from files or the embedded default."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,9 +170,7 @@ def _load_rows(
         return split.train, split.held_out
     evaluation = load_rows(eval_source, split="test", cache_fallback=fallback, **fields)  # type: ignore[arg-type]
     train, num_dropped = drop_overlap(loaded.rows, evaluation.rows)
-    say(
-        f"held out: {evaluation.report.describe()} of {eval_source}; {num_dropped:,} training rows dropped as overlapping"
-    )
+    say(f"held out: {evaluation.report.describe()} of {eval_source}; {num_dropped:,} training rows overlapped")
     if not train:
         raise DataError(f"every row of {train_source} is also in {eval_source}. Give another file to one of them.")
     return train, evaluation.rows

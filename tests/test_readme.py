@@ -14,11 +14,16 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+def run_script(script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_python_examples_run(number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number])
-    done = subprocess.run([sys.executable, script], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -27,7 +32,7 @@ def test_a_users_two_block_function_learns(tmp_path: Path) -> None:
     example = next(code for code in EXAMPLES if "def mix" in code)
     script = tmp_path / "example.py"
     script.write_text(example)
-    done = subprocess.run([sys.executable, script], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = run_script(script)
     loss = float(re.search(r"loss (\S+)", done.stdout)[1])
     assert loss < 0.1, "the example starts at about 8, the mean square of its labels"
 

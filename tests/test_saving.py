@@ -138,7 +138,7 @@ def test_an_exported_model_has_equal_logits_in_transformers(tied: bool, tmp_path
     assert any(not torch.equal(trained[name], params[name]) for name in trained)
     embed = trained["model.embed_tokens.weight"]
 
-    def get(unit):  # noqa: ANN001, ANN202
+    def get(unit):
         return {name: trained.get(spec.full_name, embed) for name, spec in unit.params.items()}
 
     ours = forward_logits(model, get, {"tokens_bt": tokens_bt})

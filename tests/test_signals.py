@@ -42,7 +42,8 @@ with GracefulStop() as stop:
     with stop.at_once():
         try:
             print("ready", flush=True)
-            time.sleep(60)
+            while True:
+                time.sleep(0.01)
         finally:
             print("cleaned", flush=True)
 """

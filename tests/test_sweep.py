@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from test_trainer import ON_NVME, keep
-from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
 from torch.utils.flop_counter import FlopCounterMode
+from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, make_train_step
 from lazytrain.solver.plan import Plan

@@ -1,0 +1,202 @@
+"""The memory rows of the MILP: the formula of memory.py, position by position, as expressions of the binaries.
+
+The plan that comes out is checked with `memory.account` itself; a test holds the two together.
+"""
+
+from dataclasses import dataclass
+
+from lazytrain.solver.choices import Keep
+from lazytrain.solver.draft import Draft, pick_lane
+from lazytrain.solver.linear import Affine, total
+from lazytrain.solver.memory import NUM_RING_BUFFERS, NUM_WRITERS, align, boundary_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
+from lazytrain.solver.rings import add_largest
+
+AWAY = (HOST, NVME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What the plan needs per tier, in the model's unit of size. `device_peak` is at least every position."""
+
+    device_peak: Affine
+    host: Affine
+    nvme: Affine
+
+
+def add_needs(draft: Draft) -> Needs:
+    """Add the variables and rows that say what each tier must hold, without limits."""
+    peak = draft.model.add_var()
+    always = _device_always(draft)
+    for need in _device_positions(draft):
+        draft.model.add_at_least(peak, always + need)
+    return Needs(device_peak=peak, host=_host(draft) + _nvme_staging(draft), nvme=_nvme(draft))
+
+
+def add_budgets(draft: Draft, slack: dict[str, Affine] | None = None) -> None:
+    """Add the limits of device, host and NVMe.
+
+    Args:
+        slack: tier -> what may be added to its limit ("device", "host", "nvme"), for explanations.
+    """
+    needs, hardware, slack = add_needs(draft), draft.problem.hardware, slack or {}
+    host = needs.host + needs.device_peak if draft.problem.device_is_host else needs.host
+    limits = (
+        ("device", needs.device_peak, hardware.device_memory_bytes),
+        ("host", host, hardware.host_memory_bytes),
+        ("nvme", needs.nvme, hardware.nvme_bytes if draft.problem.allow_nvme else 0),
+    )
+    for tier, need, limit in limits:
+        if need.terms or need.constant:
+            draft.model.add_at_most(need - slack.get(tier, Affine()), draft.size(limit))
+
+
+def _device_always(draft: Draft) -> Affine:
+    model, problem, parts = draft.model, draft.problem, []
+    last = len(draft.choices) - 1
+    for u, unit in enumerate(problem.units):
+        weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
+        parts.append(pick_lane(draft, u, weights=DEVICE) * weights + pick_lane(draft, u, states=DEVICE) * states)
+    slots = [(draft.streamed[u], align(unit.weight_bytes)) for u, unit in enumerate(problem.units)]
+    parts += [_add_buffer(draft, slots, exists) for exists in draft.num_slots]
+    for exists in draft.num_buffers:
+        visits = []
+        for u, unit in enumerate(problem.units):
+            for grads, num_bytes in (
+                (DEVICE, align(unit.state_bytes)),
+                (HOST, align(unit.state_bytes) + align(unit.grad_bytes)),
+            ):
+                visits.append((pick_lane(draft, u, states=AWAY, update=DEVICE, grads=grads), num_bytes))
+        parts.append(_add_buffer(draft, visits, exists))
+    stores = [
+        pick_lane(draft, u, grads=HOST) * draft.size(align(unit.grad_bytes)) for u, unit in enumerate(problem.units)
+    ]
+    fetches = [_moved(draft, u, AWAY) for u in range(1, last)]
+    parts.append((add_largest(model, stores[1:-1]) + add_largest(model, fetches)) * NUM_RING_BUFFERS)
+    return total([*parts, stores[0], stores[last]])
+
+
+def _device_positions(draft: Draft) -> list[Affine]:
+    problem, units, last = draft.problem, draft.problem.units, len(draft.choices) - 1
+    grads = [pick_lane(draft, u, grads=DEVICE) * draft.size(align(unit.grad_bytes)) for u, unit in enumerate(units)]
+    kept = [_moved(draft, u, (DEVICE,)) for u in range(last + 1)]
+    kept_before = _add_running_sums(draft, kept)
+    grads_before = _add_running_sums(draft, grads)
+    all_grads = grads_before[-1]
+    offload = add_largest(draft.model, [_moved(draft, u, AWAY) for u in range(1, last)])
+    inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
+    work = [_workspace(draft, u) for u in range(last + 1)]
+    sums = [draft.size(sum_bytes(unit)) if problem.num_microbatches > 1 else 0.0 for unit in units]
+    tied = draft.size(sum_bytes(problem.embed)) if problem.tied else 0.0
+    edge = grads[last]
+
+    positions = [all_grads + work[0] + inputs[1]]
+    for u in range(1, last):
+        own = work[u] + _residuals(draft, u) + (inputs[u] + inputs[u + 1])
+        positions.append(own + (all_grads - grads_before[u]) + kept_before[u] + offload)
+    one_more = draft.size(align(problem.head.boundary_bytes))
+    positions.append(
+        work[last]
+        + kept_before[last]
+        + edge
+        + offload * NUM_RING_BUFFERS
+        + (inputs[last] + one_more + sums[last] + tied)
+    )
+    for u in range(1, last):
+        cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
+        flow = draft.size(problem.num_microbatches * cotangent + align(units[u].boundary_bytes))
+        waiting = grads_before[last] - grads_before[u]
+        positions.append(work[u] + waiting + kept_before[u + 1] + edge + (flow + sums[u] + tied))
+    positions.append(work[0] + all_grads + (inputs[1] + (tied or sums[0])))
+    return positions
+
+
+def _add_running_sums(draft: Draft, parts: list[Affine]) -> list[Affine]:
+    """Return the sums of the parts before each position, and of all; variables, so that rows stay short."""
+    sums = [Affine()]
+    for part in parts:
+        if part.terms:
+            following = draft.model.add_var()
+            draft.model.add_equal(following - sums[-1] - part)
+            sums.append(following)
+        else:
+            sums.append(sums[-1] + part)
+    return sums
+
+
+def _add_buffer(draft: Draft, users: list[tuple[Affine, int]], exists: Affine) -> Affine:
+    """Add the size of a buffer that holds the largest of its users, where it exists."""
+    parts = [(user + exists - 1.0) * draft.size(num_bytes) for user, num_bytes in users if not user.is_zero]
+    return add_largest(draft.model, parts) if exists.terms or exists.constant else Affine()
+
+
+def _workspace(draft: Draft, u: int) -> Affine:
+    points = draft.problem.units[u].points
+    return draft.choices[u].keep(lambda keep: draft.size(points[keep.point].workspace_bytes))
+
+
+def _residuals(draft: Draft, u: int, places: tuple[str, ...] | None = None) -> Affine:
+    problem, unit = draft.problem, draft.problem.units[u]
+
+    def size(keep: Keep) -> float:
+        return draft.size(residual_bytes(problem, unit, keep.point)) if places is None or keep.place in places else 0.0
+
+    return draft.choices[u].keep(size)
+
+
+def _boundary(draft: Draft, u: int, places: tuple[str, ...]) -> Affine:
+    size = draft.size(boundary_bytes(draft.problem, draft.problem.units[u]))
+    return draft.choices[u].boundary(lambda place: size if place in places else 0.0)
+
+
+def _moved(draft: Draft, u: int, places: tuple[str, ...]) -> Affine:
+    if u in (0, len(draft.choices) - 1):
+        return Affine()
+    return _boundary(draft, u, places) + _residuals(draft, u, places)
+
+
+def _host(draft: Draft) -> Affine:
+    parts = []
+    for u, unit in enumerate(draft.problem.units):
+        weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
+        parts.append((pick_lane(draft, u, weights=HOST) + pick_lane(draft, u, weights=DEVICE, update=CPU)) * weights)
+        parts.append(pick_lane(draft, u, states=HOST) * states)
+        parts.append(pick_lane(draft, u, grads=HOST) * draft.size(align(unit.grad_bytes)))
+        parts.append(_moved(draft, u, (HOST,)))
+    return total(parts)
+
+
+def _nvme_staging(draft: Draft) -> Affine:
+    if not draft.problem.allow_nvme:
+        return Affine()
+    units, model = draft.problem.units, draft.model
+
+    def largest(name: str, **wanted: str) -> Affine:
+        return add_largest(
+            model,
+            [pick_lane(draft, u, **wanted) * draft.size(align(getattr(unit, name))) for u, unit in enumerate(units)],
+        )
+
+    blocks = range(1, len(units) - 1)
+    packs = [part for u in blocks for part in (_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,)))]
+    return total(
+        (
+            largest("weight_bytes", weights=NVME) * draft.prefetch_depth,
+            largest("weight_bytes", weights=NVME, update=CPU),
+            largest("state_bytes", states=NVME, update=CPU),
+            largest("weight_bytes", weights=NVME, update=DEVICE) * NUM_RING_BUFFERS,
+            largest("state_bytes", states=NVME, update=DEVICE) * (2 * NUM_RING_BUFFERS),
+            add_largest(model, packs) * (2 * NUM_RING_BUFFERS),
+        )
+    )
+
+
+def _nvme(draft: Draft) -> Affine:
+    if not draft.problem.allow_nvme:
+        return Affine()
+    files = []
+    for u, unit in enumerate(draft.problem.units):
+        files.append(pick_lane(draft, u, weights=NVME) * draft.size(align(unit.weight_bytes)))
+        files.append(pick_lane(draft, u, states=NVME) * draft.size(align(unit.state_bytes)))
+        files += [_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,))] if 0 < u < len(draft.choices) - 1 else []
+    return total(files) + add_largest(draft.model, files) * NUM_WRITERS

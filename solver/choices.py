@@ -1,0 +1,99 @@
+"""The decisions that a plan may take for one unit, as lists to choose one of each from.
+
+A *lane* says where weights, states and grads live and where the update runs; a *keep* says what forward keeps and
+where; the third choice is the boundary's place. The three are independent of each other but for the budgets.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NONE, NVME, UnitPlan
+from lazytrain.solver.problem import Problem, UnitCost
+
+
+class Lane(NamedTuple):
+    """Where weights, states and grads live, and where the update runs."""
+
+    weights: str
+    states: str
+    update: str
+    grads: str
+
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether the weights come through the ring of slots."""
+        return self.weights != DEVICE
+
+    @property
+    def moves_states(self) -> bool:
+        """Return whether states visit the device for the update."""
+        return self.update == DEVICE and self.states != DEVICE
+
+
+class Keep(NamedTuple):
+    """A point of the residual curve, and where its residuals wait."""
+
+    point: int
+    place: str
+
+
+RESIDENT = Lane(DEVICE, DEVICE, DEVICE, DEVICE)
+RECOMPUTE = Keep(0, NONE)
+
+
+def list_lanes(problem: Problem, unit: UnitCost, *, is_edge: bool) -> tuple[Lane, ...]:
+    """Return every consistent lane of a unit; embed and head (edges) are never streamed."""
+    if unit.num_params == 0:
+        return (RESIDENT,)
+    far = (HOST, NVME) if problem.allow_nvme else (HOST,)
+    weights = (DEVICE,) if is_edge else (DEVICE, *far)
+    lanes = []
+    for lane in (Lane(*parts) for parts in product(weights, (DEVICE, *far), (DEVICE, CPU), (DEVICE, HOST))):
+        allowed = problem.allow_cpu_update if lane.update == CPU else problem.allow_device_update
+        # Weights are read more often than states and are smaller: they are never the ones to go to NVMe alone.
+        odd = lane.weights == NVME and lane.states == HOST
+        if allowed and not odd and UnitPlan(**lane._asdict()).contradiction() is None:
+            lanes.append(lane)
+    return tuple(lanes)
+
+
+def list_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
+    """Return recompute and every point of the curve that no other beats in bytes, times and workspace, at every place."""
+    keeps = [RECOMPUTE]
+    if problem.allow_residuals:
+        for point in range(1, len(unit.points)):
+            if not _is_beaten(unit, point):
+                keeps += [Keep(point, place) for place in _places(problem)]
+    return tuple(keeps)
+
+
+def list_boundaries(problem: Problem) -> tuple[str, ...]:
+    """Return where a block's input may wait."""
+    return _places(problem)
+
+
+def list_block_plans(problem: Problem, unit: UnitCost) -> Iterator[UnitPlan]:
+    """Yield every combination of decisions for one block."""
+    lanes = list_lanes(problem, unit, is_edge=False)
+    for lane, keep, boundary in product(lanes, list_keeps(problem, unit), list_boundaries(problem)):
+        yield make_unit_plan(lane, keep, boundary)
+
+
+def make_unit_plan(lane: Lane, keep: Keep = RECOMPUTE, boundary: str = DEVICE) -> UnitPlan:
+    """Return the three choices as a unit's decisions."""
+    return UnitPlan(**lane._asdict(), residual_point=keep.point, residuals=keep.place, boundary=boundary)
+
+
+def _places(problem: Problem) -> tuple[str, ...]:
+    return (DEVICE, HOST, NVME) if problem.allow_nvme else (DEVICE, HOST)
+
+
+def _is_beaten(unit: UnitCost, index: int) -> bool:
+    def key(i: int) -> tuple[float, ...]:
+        point = unit.points[i]
+        return point.residual_bytes, point.forward_ms, point.backward_ms, point.workspace_bytes
+
+    mine = key(index)
+    others = ((i, key(i)) for i in range(len(unit.points)) if i != index)
+    return any(all(a <= b for a, b in zip(other, mine)) and (other != mine or i < index) for i, other in others)

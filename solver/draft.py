@@ -1,0 +1,113 @@
+"""A MILP under construction: what timing, spilling and budget rows share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lazytrain.solver.choices import Lane
+from lazytrain.solver.decisions import UnitChoice, add_choices
+from lazytrain.solver.linear import Affine, LinearModel
+from lazytrain.solver.memory import NUM_RING_BUFFERS
+from lazytrain.solver.plan import DEVICE, NVME
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.rings import add_both, add_counters
+
+
+class Scale(NamedTuple):
+    """The model's units: the bytes and the ms that count as 1."""
+
+    size_bytes: float = float(1 << 30)
+    time_ms: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """The parts' common ground. Lists are per unit, in forward order; an entry is 1 where its name says so.
+
+    Attributes:
+        horizon: an upper bound of the period, in the model's unit of time.
+        period: T, what is minimised.
+        streamed, visiting: weights come through the slots; states visit the device.
+        num_slots, num_buffers: entry m - 1 is 1 where the plan has at least m weight slots, m update buffers.
+        first_load: a streamed block that is updated on the device isn't among the first P: its weights must come.
+        second_load: a streamed block isn't among the last P: its weights must come again for backward.
+        nvme_loads: the same two, where the weights come from NVMe.
+    """
+
+    problem: Problem
+    prefetch_depth: int
+    scale: Scale
+    horizon: float
+    model: LinearModel
+    choices: tuple[UnitChoice, ...]
+    period: Affine
+    streamed: tuple[Affine, ...]
+    visiting: tuple[Affine, ...]
+    num_slots: tuple[Affine, ...]
+    num_buffers: tuple[Affine, ...]
+    first_load: tuple[Affine, ...]
+    second_load: tuple[Affine, ...]
+    nvme_loads: tuple[tuple[Affine, Affine], ...]
+
+    def ms(self, value: float) -> float:
+        """Return a time in the model's unit."""
+        return value / self.scale.time_ms
+
+    def size(self, num_bytes: float) -> float:
+        """Return a size in the model's unit."""
+        return num_bytes / self.scale.size_bytes
+
+
+def start_draft(
+    problem: Problem, *, prefetch_depth: int, horizon_ms: float, period: int | None, scale: Scale | None
+) -> Draft:
+    """Add binaries, T, and who is streamed first and last (see `milp.build_milp` for the arguments)."""
+    scale = scale or Scale()
+    model = LinearModel()
+    horizon = horizon_ms / scale.time_ms
+    period_var = model.add_var(upper=horizon)
+    model.objective = next(iter(period_var.terms))
+    choices = add_choices(model, problem, period=period)
+    has_params = [unit.num_params > 0 for unit in problem.units]
+    streamed = tuple(c.lane(lambda lane: lane.is_streamed) for c in choices)
+    visiting = tuple(c.lane(lambda lane: lane.moves_states) for c in choices)
+    assert all(has or (s.is_zero and v.is_zero) for has, s, v in zip(has_params, streamed, visiting))
+    before = add_counters(model, streamed, prefetch_depth)
+    after = add_counters(model, streamed[::-1], prefetch_depth)[::-1]
+    visits = add_counters(model, visiting, NUM_RING_BUFFERS)[-1]
+    last_before = [counts[-1] for counts in before[:-1]]
+    last_after = [counts[-1] for counts in after[1:]]
+    device_streamed = [c.lane(lambda lane: lane.is_streamed and lane.update == DEVICE) for c in choices]
+    device_nvme = [c.lane(lambda lane: lane.weights == NVME and lane.update == DEVICE) for c in choices]
+    any_nvme = [c.lane(lambda lane: lane.weights == NVME) for c in choices]
+    return Draft(
+        problem=problem,
+        prefetch_depth=prefetch_depth,
+        scale=scale,
+        horizon=horizon,
+        model=model,
+        choices=choices,
+        period=period_var,
+        streamed=streamed,
+        visiting=visiting,
+        num_slots=tuple(before[-1]),
+        num_buffers=tuple(visits),
+        first_load=_add_loads(model, device_streamed, last_before),
+        second_load=_add_loads(model, streamed, last_after),
+        nvme_loads=tuple(
+            zip(_add_loads(model, device_nvme, last_before), _add_loads(model, any_nvme, last_after), strict=True)
+        ),
+    )
+
+
+def pick_lane(draft: Draft, u: int, **wanted: str | tuple[str, ...]) -> Affine:
+    """Return 1 where unit u's lane has the wanted values, for example `weights=NVME, update=CPU`."""
+
+    def matches(lane: Lane) -> bool:
+        return all(getattr(lane, name) in (v if isinstance(v, tuple) else (v,)) for name, v in wanted.items())
+
+    return draft.choices[u].lane(matches)
+
+
+def _add_loads(model: LinearModel, users: Sequence[Affine], counters: Sequence[Affine]) -> tuple[Affine, ...]:
+    return tuple(add_both(model, user, counter) for user, counter in zip(users, counters, strict=True))

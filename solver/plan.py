@@ -1,0 +1,236 @@
+"""The planner's answer: for every unit, where its things live, what forward keeps and where the update runs.
+
+    weights         device = resident for the whole run; host, nvme = streamed through `prefetch_depth` slots
+    states          8-bit moments, scales, master correction; device only beside resident weights and a device update
+    update          cpu, or device ("update on load")
+    grads           where accumulated grads wait for the norm
+    residual_point  index in the unit's residual curve; 0 = recompute all
+    residuals       where forward's residuals wait for backward; none if and only if residual_point is 0
+    boundary        where the unit's input waits for backward
+
+A plan is saved as JSON, one line for a run of equal blocks, so that a person can read and edit it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.problem import Problem, UnitCost, check_number
+
+VERSION = 1
+DEVICE, HOST, NVME, CPU, NONE = "device", "host", "nvme", "cpu", "none"
+PLACES = {
+    "weights": (DEVICE, HOST, NVME),
+    "states": (DEVICE, HOST, NVME),
+    "update": (CPU, DEVICE),
+    "grads": (DEVICE, HOST),
+    "residuals": (NONE, DEVICE, HOST, NVME),
+    "boundary": (DEVICE, HOST, NVME),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """The decisions for one unit (see the head of this file)."""
+
+    weights: str = DEVICE
+    states: str = DEVICE
+    update: str = DEVICE
+    grads: str = DEVICE
+    residual_point: int = 0
+    residuals: str = NONE
+    boundary: str = DEVICE
+
+    @property
+    def is_streamed(self) -> bool:
+        """Return whether the working weights come through the ring of slots."""
+        return self.weights != DEVICE
+
+    @property
+    def moves_states(self) -> bool:
+        """Return whether the states come to the device for the update and leave it again."""
+        return self.update == DEVICE and self.states != DEVICE
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Return (field, reason) of the first rule that the decisions break, or None."""
+        for name, allowed in PLACES.items():
+            if getattr(self, name) not in allowed:
+                return name, f"must be one of {', '.join(allowed)}"
+        if self.states == DEVICE and not (self.weights == DEVICE and self.update == DEVICE):
+            return "states", "can be on the device only if weights are and the update runs there"
+        if self.update == CPU and self.grads != HOST:
+            return "grads", "must be host where the update runs on the cpu"
+        if self.weights == DEVICE and self.update == DEVICE and self.grads != DEVICE:
+            return "grads", "must be device where resident weights are updated on the device"
+        if (self.residuals == NONE) != (self.residual_point == 0):
+            return "residuals", "must be none if and only if residual_point is 0"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the simulator says of a plan: a steady step's time, peaks and bytes over the link per step."""
+
+    step_ms: float
+    device_peak_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decisions for all units, and what they are expected to give.
+
+    Attributes:
+        prefetch_depth: the number of weight slots.
+        solver: statistics: status, gap, seconds, source ("milp" or "fallback:<name>") ...
+        problem_digest: `Problem.digest` of the problem that was solved.
+    """
+
+    version: int = VERSION
+    model: str
+    num_microbatches: int
+    prefetch_depth: int
+    embed: UnitPlan
+    blocks: tuple[UnitPlan, ...]
+    head: UnitPlan
+    predicted: Predicted | None = None
+    solver: Mapping[str, Any] = field(default_factory=dict)
+    problem_digest: str = ""
+
+    @cached_property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """Return all units' decisions in forward order."""
+        return (self.embed, *self.blocks, self.head)
+
+    def validate(self, problem: Problem) -> None:
+        """Check that the plan is consistent and belongs to `problem`; memory is `memory.find_shortage`'s to check.
+
+        Raises:
+            PlannerError: names the unit, the field, its value and the rule. Remedy: edit that field, or plan anew.
+        """
+        if self.version != VERSION:
+            raise PlannerError(f"plan.version is {self.version!r}; this planner reads version {VERSION}")
+        if len(self.blocks) != len(problem.blocks):
+            raise PlannerError(f"the plan has {len(self.blocks)} blocks, the model {len(problem.blocks)}: plan anew")
+        if self.num_microbatches != problem.num_microbatches:
+            raise PlannerError(
+                f"the plan cuts a step in {self.num_microbatches} chunks, the run in {problem.num_microbatches}: plan anew"
+            )
+        check_number(self.prefetch_depth, "plan.prefetch_depth", low=2, high=64, integer=True)
+        for unit, decisions in zip(problem.units, self.units, strict=True):
+            _validate_unit(unit, decisions, problem)
+        for unit, decisions in ((problem.embed, self.embed), (problem.head, self.head)):
+            for name, only in (("weights", DEVICE), ("residual_point", 0), ("boundary", DEVICE)):
+                if getattr(decisions, name) != only:
+                    raise _unit_error(unit, decisions, name, f"must be {only} for embed and head")
+
+    def with_prediction(self, predicted: Predicted, **statistics: Any) -> "Plan":
+        """Return the same decisions with another prediction and further statistics."""
+        return replace(self, predicted=predicted, solver={**self.solver, **statistics})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; equal neighbours among the blocks share one entry `{"first", "last", ...}`."""
+        data = asdict(self)
+        data["solver"] = dict(self.solver)
+        data["blocks"] = [{"first": a, "last": b, **asdict(d)} for a, b, d in find_runs(self.blocks)]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: object) -> "Plan":
+        """Return the plan that `to_dict` wrote; raises `PlannerError` naming the wrong field."""
+        values = _take(cls, data, "plan")
+        values["embed"] = _read_unit(values["embed"], "plan.embed")
+        values["head"] = _read_unit(values["head"], "plan.head")
+        values["blocks"] = tuple(_read_blocks(values["blocks"]))
+        if values.get("predicted") is not None:
+            values["predicted"] = Predicted(**_take(Predicted, values["predicted"], "plan.predicted"))
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, one line per run of equal blocks."""
+        data = self.to_dict()
+        lines = [f"  {json.dumps(key)}: {_to_json(value)}" for key, value in data.items()]
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan that `save` wrote or a person edited; raises `PlannerError` with the file's name."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise PlannerError(f"{path} can't be read as a plan: {error}") from error
+        except PlannerError as error:
+            raise PlannerError(f"{path}: {error}") from error
+
+
+def find_runs(blocks: tuple[UnitPlan, ...]) -> Iterator[tuple[int, int, UnitPlan]]:
+    """Yield (first block_idx, last block_idx, decisions) for every run of equal neighbours."""
+    start = 0
+    for decisions, group in groupby(blocks):
+        count = len(list(group))
+        yield start, start + count - 1, decisions
+        start += count
+
+
+def _to_json(value: object) -> str:
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(f"    {json.dumps(item)}" for item in value) + "\n  ]"
+    return json.dumps(value)
+
+
+def _take(cls: type, data: object, where: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PlannerError(f"{where} is {type(data).__name__}; it must be an object")
+    known = [f.name for f in fields(cls)]
+    for key in data:
+        if key not in known:
+            raise PlannerError(f"{where} has the unknown field {key!r}; known are {', '.join(known)}")
+    try:
+        cls(**data)
+    except TypeError as error:
+        raise PlannerError(f"{where} is incomplete: {error}") from error
+    return dict(data)
+
+
+def _read_unit(data: object, where: str) -> UnitPlan:
+    return UnitPlan(**_take(UnitPlan, data, where))
+
+
+def _read_blocks(runs: object) -> Iterator[UnitPlan]:
+    if not isinstance(runs, list):
+        raise PlannerError(f"plan.blocks is {type(runs).__name__}; it must be a list")
+    expected = 0
+    for index, run in enumerate(runs):
+        where = f"plan.blocks[{index}]"
+        if not isinstance(run, Mapping) or not {"first", "last"} <= set(run):
+            raise PlannerError(f"{where} must be an object with the fields first and last")
+        first, last = run["first"], run["last"]
+        check_number(first, f"{where}.first", low=expected, high=expected, integer=True)
+        check_number(last, f"{where}.last", low=first, high=first + 1024, integer=True)
+        unit = _read_unit({k: v for k, v in run.items() if k not in ("first", "last")}, where)
+        yield from [unit] * (last - first + 1)
+        expected = last + 1
+
+
+def _unit_error(unit: UnitCost, decisions: UnitPlan, name: str, reason: str) -> PlannerError:
+    return PlannerError(f"plan, unit {unit.name!r}: {name} is {getattr(decisions, name)!r}; it {reason}")
+
+
+def _validate_unit(unit: UnitCost, decisions: UnitPlan, problem: Problem) -> None:
+    broken = decisions.contradiction()
+    if broken is not None:
+        raise _unit_error(unit, decisions, *broken)
+    if not isinstance(decisions.residual_point, int) or not 0 <= decisions.residual_point < len(unit.points):
+        raise _unit_error(unit, decisions, "residual_point", f"must be from 0 to {len(unit.points) - 1}")
+    if not problem.allow_nvme:
+        for name in ("weights", "states", "residuals", "boundary"):
+            if getattr(decisions, name) == NVME:
+                raise _unit_error(unit, decisions, name, "can't be nvme where NVMe is not allowed")

@@ -1,0 +1,39 @@
+"""How long copies, reads and writes take on a machine, and what they cost the host's DRAM."""
+
+from lazytrain.solver.problem import Problem, UnitCost
+
+BYTES_PER_MS = 1e6  # of one GB/s
+
+
+def copy_ms(problem: Problem, num_bytes: int, *, to_device: bool, num_copies: int = 1) -> float:
+    """Return the time of a copy over the link; between two places in the host's own RAM it is read plus write."""
+    hardware = problem.hardware
+    latency = hardware.copy_latency_ms * num_copies
+    if problem.device_is_host:
+        return latency + 2 * num_bytes / (hardware.host_memory_gbs * BYTES_PER_MS)
+    return latency + num_bytes / ((hardware.h2d_gbs if to_device else hardware.d2h_gbs) * BYTES_PER_MS)
+
+
+def sync_ms(problem: Problem) -> float:
+    """Return the time of the step's one host synchronisation: a small copy."""
+    return 0.0 if problem.device_is_host else problem.hardware.copy_latency_ms
+
+
+def read_ms(problem: Problem, num_bytes: int) -> float:
+    """Return the time to read from NVMe."""
+    return num_bytes / (problem.hardware.nvme_read_gbs * BYTES_PER_MS)
+
+
+def write_ms(problem: Problem, num_bytes: int) -> float:
+    """Return the time to write to NVMe."""
+    return num_bytes / (problem.hardware.nvme_write_gbs * BYTES_PER_MS)
+
+
+def dram_ms(problem: Problem, num_bytes: float) -> float:
+    """Return the least time in which the host's DRAM moves that much; 0 where copies are themselves memcpys."""
+    return 0.0 if problem.device_is_host else num_bytes / (problem.hardware.host_memory_gbs * BYTES_PER_MS)
+
+
+def update_traffic_bytes(unit: UnitCost) -> int:
+    """Return what a CPU update reads and writes: weights and states both ways, grads once."""
+    return 2 * unit.weight_bytes + 2 * unit.state_bytes + unit.grad_bytes

@@ -1,0 +1,104 @@
+"""Rows that count users and hand out ring buffers, where a binary says who is a user.
+
+Everything here is forced from below only: a variable may be larger than it must, and the objective keeps it small.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lazytrain.solver.linear import Affine, LinearModel
+
+
+def add_counters(model: LinearModel, users: Sequence[Affine], depth: int) -> list[list[Affine]]:
+    """Add variables c[k][m - 1] that are at least 1 where m or more of the users before k are used, m = 1..depth.
+
+    c has one entry more than `users`: the last counts them all. A binary that was counted `depth` times (tied blocks
+    share theirs) changes nothing any more.
+    """
+    counters = [[Affine() for _ in range(depth)]]
+    times_seen: Counter[tuple[tuple[int, float], ...]] = Counter()
+    for user in users:
+        before, key = counters[-1], tuple(sorted(user.terms.items()))
+        if user.is_zero or times_seen[key] >= depth:
+            counters.append(before)
+            continue
+        times_seen[key] += 1
+        after = []
+        for m in range(depth):
+            count = model.add_var(upper=1.0)
+            if before[m].terms:
+                model.add_at_least(count, before[m])
+            model.add_at_least(count, user if m == 0 else before[m - 1] + user - 1.0)
+            after.append(count)
+        counters.append(after)
+    return counters
+
+
+def add_both(model: LinearModel, one: Affine, other: Affine) -> Affine:
+    """Add a variable that is at least 1 where both are 1; 0 where one can't be."""
+    if one.is_zero or other.is_zero:
+        return Affine()
+    both = model.add_var(upper=1.0)
+    model.add_at_least(both, one + other - 1.0)
+    return both
+
+
+def add_largest(model: LinearModel, parts: Sequence[Affine]) -> Affine:
+    """Add a variable that is at least every part; 0 where there is nothing."""
+    wanted = {tuple(sorted(part.terms.items())): part for part in parts if not part.is_zero}
+    if not wanted:
+        return Affine()
+    largest = model.add_var()
+    for part in wanted.values():
+        model.add_at_least(largest, part)
+    return largest
+
+
+def add_ring(
+    model: LinearModel,
+    users: Sequence[Affine],
+    finishes: Sequence[Sequence[Affine]],
+    depth: int,
+    horizon: float,
+    *,
+    period: Affine | None = None,
+) -> tuple[list[Affine], list[Affine]]:
+    """Add, for each k, the time at which the buffer is free that the `depth`-th last user before k used.
+
+        z[k + 1][1] >= finish[k] - M·(1 - user[k]),   z[k + 1][m] >= z[k][m - 1] - M·(1 - user[k]),   z[k + 1] >= z[k]
+
+    Args:
+        users: 1 where position k takes a buffer of the ring.
+        finishes: per position, the times after which its buffer is free again (the latest counts).
+        horizon: M, at least the latest finish.
+        period: T, where users of the step before may still hold their buffers when a step begins.
+
+    Returns:
+        The times, one per position; and, after the last position, the times at which the last user, the last but one ...
+        is done.
+    """
+    first = [Affine() if period is None else model.add_var(upper=horizon) for _ in range(depth)]
+    release, releases = first, []
+    for user, ends in zip(users, finishes, strict=True):
+        releases.append(release[-1])
+        if user.is_zero:
+            continue
+        unless = (1.0 - user) * horizon
+        newest = []
+        for m in range(depth):
+            sources = list(ends) if m == 0 else [release[m - 1]]
+            sources = [source for source in sources if source.terms]
+            if not sources:
+                newest.append(release[m])
+                continue
+            z = model.add_var(upper=horizon)
+            for source in sources:
+                model.add_at_least(z, source - unless)
+            if release[m].terms:
+                model.add_at_least(z, release[m])
+            newest.append(z)
+        release = newest
+    if period is not None:
+        for begin, end in zip(first, release):
+            model.add_at_least(begin, end - period)
+    return releases, release

@@ -1,0 +1,205 @@
+"""Play a plan step by step as the executor would, until the step's time settles.
+
+This knows nothing of the MILP: it issues the same spans in the same order as the trainer's engine, and a span starts
+when its queue, what it waits for and the thread that issues it are ready. Times are ms.
+
+Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
+(`device_is_host`) the first four share the cores, so that they take turns.
+
+The norm of all grads is known at the end of a step, after the one host synchronisation. Updates and the loads of the
+next step start only then; stores of grads may still run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazytrain.solver.machine import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE, QUEUES, Event, Machine, Pack
+from lazytrain.solver.memory import account
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, Predicted
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.rates import dram_ms, sync_ms
+
+MAX_STEPS = 60
+SETTLED = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A plan's steady step.
+
+    Attributes:
+        timeline: the spans of one steady step, 0 = the norm of the step before is known.
+        moved_bytes, busy_ms: per queue, of one step.
+        bound_by: the queue that is busiest, or "host memory", with its share of the step.
+    """
+
+    step_ms: float
+    timeline: tuple[Event, ...]
+    device_peak_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    moved_bytes: dict[str, int]
+    busy_ms: dict[str, float]
+    bound_by: str
+
+    @property
+    def predicted(self) -> Predicted:
+        """Return the numbers that a plan carries."""
+        return Predicted(
+            step_ms=self.step_ms,
+            device_peak_bytes=self.device_peak_bytes,
+            host_bytes=self.host_bytes,
+            nvme_bytes=self.nvme_bytes,
+            h2d_bytes=self.moved_bytes[H2D],
+            d2h_bytes=self.moved_bytes[D2H],
+        )
+
+
+def simulate(problem: Problem, plan: Plan) -> Simulation:
+    """Return what one steady step of `plan` takes and needs.
+
+    Steps are played until two in a row take the same time; where they alternate, the mean of the second half counts.
+    Whether the plan fits is `memory.find_shortage`'s to say.
+
+    Raises:
+        PlannerError: the plan contradicts itself or belongs to another problem.
+    """
+    plan.validate(problem)
+    machine = Machine(problem, plan)
+    step = _Step(problem, machine)
+    norms, period = [0.0], 0.0
+    for count in range(1, MAX_STEPS + 1):
+        machine.start_step()
+        norms.append(step.play(pending=count > 1))
+        last, period = period, norms[-1] - norms[-2]
+        if count > 3 and abs(period - last) <= SETTLED * period:
+            break
+    else:
+        half = MAX_STEPS // 2
+        period = (norms[-1] - norms[half]) / (MAX_STEPS - half)
+    return _report(problem, plan, machine, period, norms[-2])
+
+
+def simulate_step_ms(problem: Problem, plan: Plan) -> float:
+    """Return the step's time alone."""
+    return simulate(problem, plan).step_ms
+
+
+class _Step:
+    """One optimizer step, breadth-first over the units: 0 is embed, 1..L are the blocks, L + 1 is head."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self._problem, self._machine = problem, machine
+        self._units, self._plans = machine.units, machine.plans
+        self._last = len(self._units) - 1
+        order = range(len(self._units))
+        slots = [machine.slots.get(u) for u in order]
+        buffers = [machine.buffers.get(u) for u in order]
+        self._needs = [max(_last_user(slots, p), _last_user(buffers, p)) for p in order]
+        self._backward_order = list(range(self._last - 1, 0, -1))
+        offloads = [u for u in self._backward_order if self._moved(u)]
+        self._turns = {u: turn for turn, u in enumerate(offloads)}
+        slots = [machine.slots.get(u) for u in self._backward_order]
+        turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
+        self._backward_needs = [max(_last_user(slots, p), _last_user(turns, p)) for p in range(len(turns))]
+
+    def play(self, *, pending: bool) -> float:
+        """Play one step; return when its norm is known."""
+        machine = self._machine
+        if pending:
+            for u, decisions in enumerate(self._plans):
+                if decisions.update == CPU and self._units[u].num_params:
+                    machine.update_on_cpu(u)
+        packs, offloads = self._forward(pending)
+        self._backward(packs, offloads)
+        return machine.main
+
+    def _forward(self, pending: bool) -> tuple[dict[int, list[Pack]], list[float]]:
+        machine, num = self._machine, self._problem.num_microbatches
+        packs: dict[int, list[Pack]] = {}
+        offloads: list[float] = []
+        start, launched = machine.main, list[float]()
+        for u, (unit, decisions) in enumerate(zip(self._units, self._plans, strict=True)):
+            needs = self._needs[u]
+            machine.loader = max(machine.loader, launched[needs] if needs >= 0 else start)
+            ticket = machine.bring(u, pending=pending)
+            machine.main = max(machine.main, machine.loader)
+            if pending and decisions.update == DEVICE and unit.num_params:
+                machine.update_on_load(u, ticket)
+            point = unit.points[decisions.residual_point]
+            if u == self._last:
+                ms = num * (point.forward_ms + point.backward_ms)
+                done = machine.span(COMPUTE, "head", u, ms, [ticket], machine.main)
+            elif u == 0:
+                done = machine.span(COMPUTE, "embed", u, num * point.forward_ms, [ticket], machine.main)
+            else:
+                oldest = offloads.pop(0) if len(offloads) == 2 else 0.0
+                done = machine.span(COMPUTE, "forward", u, num * point.forward_ms, [ticket, oldest], machine.main)
+            if self._moved(u):
+                packs[u] = [machine.offload(u, f"offload {n}", size, place, done) for n, size, place in self._moved(u)]
+                offloads.append(packs[u][-1].out)
+            machine.used(u, done)
+            launched.append(machine.main)
+        return packs, offloads
+
+    def _backward(self, packs: dict[int, list[Pack]], offloads: list[float]) -> None:
+        machine, num = self._machine, self._problem.num_microbatches
+        start, launched = machine.main, list[float]()
+        for position, u in enumerate(self._backward_order):
+            needs = self._backward_needs[position]
+            machine.loader = max(machine.loader, launched[needs] if needs >= 0 else start)
+            after = [machine.bring(u, pending=False), *offloads]
+            offloads = []
+            turn = self._turns.get(u)
+            if turn is not None:
+                after.append(machine.fetch(u, packs[u], turn))
+            machine.main = max(machine.main, machine.loader)
+            after.append(machine.room_for_grads(u))
+            ms = num * self._units[u].points[self._plans[u].residual_point].backward_ms
+            done = machine.span(COMPUTE, "backward", u, ms, after, machine.main)
+            launched.append(machine.main)
+            machine.deliver(u, done)
+            machine.used(u, done, turn)
+        ms = num * self._units[0].points[0].backward_ms
+        done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
+        machine.deliver(0, done)
+        machine.deliver(self._last, done)
+        machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
+
+    def _moved(self, u: int) -> list[tuple[str, int, str]]:
+        """Return (name, bytes, place) of what leaves the device after a block's forward."""
+        unit, decisions, num = self._units[u], self._plans[u], self._problem.num_microbatches
+        moved = []
+        if decisions.boundary in (HOST, NVME):
+            moved.append(("boundary", num * unit.boundary_bytes, decisions.boundary))
+        if decisions.residuals in (HOST, NVME):
+            size = num * unit.points[decisions.residual_point].residual_bytes
+            moved.append(("residuals", size, decisions.residuals))
+        return moved
+
+
+def _last_user(keys: Sequence[int | None], position: int) -> int:
+    """Return the last position before `position` with the same key, or -1; None shares with nobody."""
+    if keys[position] is None:
+        return -1
+    return max((p for p in range(position) if keys[p] == keys[position]), default=-1)
+
+
+def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm: float) -> Simulation:
+    bounds = dict(machine.busy)
+    bounds["host memory"] = dram_ms(problem, machine.bytes["dram"])
+    if problem.device_is_host:
+        bounds["cores"] = sum(bounds.pop(queue, 0.0) for queue in (COMPUTE, H2D, D2H, CPU))
+    step_ms = max(period, *bounds.values())
+    busiest = max(bounds, key=lambda name: bounds[name])
+    usage = account(problem, plan)
+    return Simulation(
+        step_ms=step_ms,
+        timeline=tuple(e._replace(start_ms=e.start_ms - norm, end_ms=e.end_ms - norm) for e in machine.events),
+        device_peak_bytes=usage.device_peak_bytes,
+        host_bytes=usage.host_bytes,
+        nvme_bytes=usage.nvme_bytes,
+        moved_bytes={queue: machine.bytes[queue] for queue in (H2D, D2H, NVME_READ, NVME_WRITE)},
+        busy_ms={queue: machine.busy[queue] for queue in QUEUES},
+        bound_by=f"{busiest} ({bounds[busiest] / step_ms:.0%})" if step_ms else busiest,
+    )

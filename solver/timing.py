@@ -1,0 +1,128 @@
+"""The time rows of the MILP: compute, the link in both directions, and the CPU's updates.
+
+    queue a then b     finish[b] >= finish[a] + ms[b]
+    data               the same, where b waits for a; a wait that depends on a binary is relaxed by M
+    last step's tail   finish[a] - T, for stores of grads that run on after the norm
+
+The rows of an operation of 0 ms only repeat what others say already, because each queue follows the order of compute;
+the waits for which that isn't so are the conditional ones.
+"""
+
+from collections.abc import Sequence
+
+from lazytrain.solver.draft import Draft, pick_lane
+from lazytrain.solver.events import AWAY, Events, Op, follow, follow_if, relax
+from lazytrain.solver.linear import Affine
+from lazytrain.solver.memory import NUM_RING_BUFFERS
+from lazytrain.solver.plan import CPU, DEVICE, HOST
+from lazytrain.solver.rates import sync_ms
+from lazytrain.solver.rings import add_ring
+
+COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
+
+
+class Queues:
+    """The order within each queue; on a machine without a device they are one, in the order of issue."""
+
+    def __init__(self, draft: Draft, events: Events) -> None:
+        self._draft = draft
+        self._is_one = draft.problem.device_is_host
+        tail = events.store_grads[-1].finish - draft.period
+        self._ends = {COMPUTE: tail} if self._is_one else {D2H: tail}
+
+    def run(self, queue: str, op: Op, waits: Sequence[Affine] = ()) -> None:
+        """Add the rows of `op` behind what was run on the queue before."""
+        queue = COMPUTE if self._is_one else queue
+        follow(self._draft, op, [self._ends.get(queue, Affine()), *waits])
+        self._ends[queue] = op.finish
+
+
+def add_timing(draft: Draft, events: Events) -> None:
+    """Add the rows of everything but NVMe (spilling.py)."""
+    queues, moves = Queues(draft, events), _add_moves(draft)
+    for u, op in enumerate(events.cpu):
+        queues.run(CPU, op)
+        tail = events.store_grads[u].finish - draft.period
+        follow_if(draft, pick_lane(draft, u, update=CPU), op, tail, draft.horizon)
+    last_offload = _add_forward(draft, events, queues, moves)
+    _add_backward(draft, events, queues, moves, last_offload)
+
+
+def _add_moves(draft: Draft) -> list[Affine]:
+    """Add, per unit, a variable that is at least 1 where a boundary or residuals leave the device."""
+    moves = [Affine() for _ in draft.choices]
+    for u, choice in enumerate(draft.choices[1:-1], start=1):
+        moves[u] = draft.model.add_var(upper=1.0)
+        draft.model.add_at_least(moves[u], choice.boundary(lambda place: place in AWAY))
+        draft.model.add_at_least(moves[u], choice.keep(lambda keep: keep.place in AWAY))
+    return moves
+
+
+def _finishes(ops: Sequence[Op]) -> list[list[Affine]]:
+    return [[op.finish] for op in ops]
+
+
+def _slot_ends(draft: Draft, uses: Sequence[Op], stores: Sequence[Op]) -> list[list[Affine]]:
+    """Return what a slot waits for: its last use, and the copy of its weights home where the device updated them."""
+    updated = [pick_lane(draft, u, weights=AWAY, update=DEVICE) for u in range(len(uses))]
+    return [[a.finish, relax(draft, b.finish, user)] for a, b, user in zip(uses, stores, updated, strict=True)]
+
+
+def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affine]) -> Affine:
+    """Add the rows of the forward sweep; return when the last offload ends."""
+    model, horizon, last = draft.model, draft.horizon, len(draft.choices) - 1
+    slot_ends = _slot_ends(draft, events.forward, events.store_weights)
+    offloads, last_offload = add_ring(model, moves, _finishes(events.offload_residuals), 1, horizon)
+    slots, _ = add_ring(model, draft.streamed, slot_ends, draft.prefetch_depth, 2 * horizon)
+    stores = _finishes(events.store_states)
+    buffers, _ = add_ring(model, draft.visiting, stores, NUM_RING_BUFFERS, 2 * horizon, period=draft.period)
+    for u in range(last + 1):
+        load, update, forward = events.load[u], events.update[u], events.forward[u]
+        queues.run(H2D, load, [events.cpu[u].finish])
+        follow_if(draft, draft.streamed[u], load, slots[u], 2 * horizon)
+        follow_if(draft, draft.visiting[u], load, buffers[u], 2 * horizon)
+        tail = events.store_grads[u].finish - draft.period
+        follow_if(draft, pick_lane(draft, u, update=DEVICE, grads=HOST), load, tail, horizon)
+        queues.run(COMPUTE, update, [load.finish])
+        queues.run(D2H, events.store_weights[u], [update.finish])
+        queues.run(D2H, events.store_states[u])
+        queues.run(COMPUTE, forward)
+        if 0 < u < last:
+            # All offloads but the last one must be over: where u - 1 made one, those before it; others were due earlier.
+            if u > 1:
+                follow_if(draft, moves[u - 1], forward, offloads[u - 1], horizon)
+            if draft.problem.allow_nvme:
+                queues.run(D2H, events.offload_boundary[u], [forward.finish])
+            queues.run(D2H, events.offload_residuals[u], [forward.finish])
+    return last_offload[0]
+
+
+def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affine], last_offload: Affine) -> None:
+    horizon, last = draft.horizon, len(draft.choices) - 1
+    blocks = list(range(last - 1, 0, -1))
+
+    def ring(users: Sequence[Affine], ends: Sequence[Sequence[Affine]], depth: int, bound: float) -> dict[int, Affine]:
+        chosen, _ = add_ring(draft.model, [users[u] for u in blocks], [ends[u] for u in blocks], depth, bound)
+        return dict(zip(blocks, chosen))
+
+    slot_ends = _slot_ends(draft, events.backward, events.store_weights)
+    slots = ring(draft.streamed, slot_ends, draft.prefetch_depth, 2 * horizon)
+    fetches = ring(moves, _finishes(events.backward), NUM_RING_BUFFERS, horizon)
+    to_host = [pick_lane(draft, u, grads=HOST) for u in range(last + 1)]
+    grads = ring(to_host, _finishes(events.store_grads), NUM_RING_BUFFERS, 2 * horizon)
+    for u in blocks:
+        reload, fetch, backward = events.reload[u], events.fetch[u], events.backward[u]
+        queues.run(H2D, reload)
+        for wait in (slots[u], events.store_weights[u].finish):
+            follow_if(draft, draft.second_load[u], reload, wait, 2 * horizon)
+        queues.run(H2D, fetch)
+        for wait in (fetches[u], events.offload_residuals[u].finish):
+            follow_if(draft, moves[u], fetch, wait, horizon)
+        queues.run(COMPUTE, backward, [fetch.finish, *([last_offload] if u == blocks[0] else [])])
+        follow_if(draft, to_host[u], backward, grads[u], 2 * horizon)
+        queues.run(D2H, events.store_grads[u], [backward.finish])
+    done = events.backward[0]
+    queues.run(COMPUTE, done)
+    for u in (0, last):
+        queues.run(D2H, events.store_grads[u], [done.finish])
+    draft.model.add_at_least(draft.period, done.finish + draft.ms(sync_ms(draft.problem)))
