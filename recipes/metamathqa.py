@@ -94,14 +94,17 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     before = None
     if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
         before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
-    state, spans = train(options, job, step, state, stop, say)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    state, spans = train(options, job, step, state, stop)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     save_state(state, options.out, meta=run_meta(options, job))
     if stop.requested:
         say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
         return
     export_state(state, job.model_dir, options.out / "model")
     after = evaluate(state, job, options, "after training", options.out / "samples.jsonl", stop)
-    write_outcome(options.out, planned, spans, before, after, device, say)
+    write_outcome(options.out, planned, spans, before, after, peak, say)
 
 
 def choose_device(options: Options) -> tuple[torch.device, torch.dtype]:
@@ -193,7 +196,7 @@ def run_meta(options: Options, job: Job) -> dict[str, Any]:
 
 
 def train(
-    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop, say: Callable[[str], None]
+    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop
 ) -> tuple[TrainState, tuple[Span, ...]]:
     """Take the remaining steps; return the last state and the trace of one step."""
     spans: tuple[Span, ...] = ()

@@ -45,15 +45,18 @@ def write_outcome(
     spans: Sequence[Span],
     before: Score | None,
     after: Score | None,
-    device: torch.device,
+    peak: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Write `outcome.json` and `run.png`, and print measured beside predicted and the exact match."""
+    """Write `outcome.json` and `run.png`, and print measured beside predicted and the exact match.
+
+    Args:
+        peak: bytes that training had allocated on the device at most; None where nobody counts.
+    """
     rows = read_metrics(out / "metrics.jsonl")
     predicted = planned.plan.predicted
     assert predicted is not None
     measured_ms = _measured_step_ms(rows)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     outcome: dict[str, Any] = {
         "step_ms": {"predicted": predicted.step_ms, "measured": measured_ms},
         "device_peak_bytes": {"predicted": predicted.device_peak_bytes, "measured": peak},

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, list_keeps, list_lanes, make_unit_plan
 from lazytrain.solver.memory import account, find_shortage
-from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, UnitPlan
+from lazytrain.solver.plan import DEVICE, HOST, Plan, UnitPlan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate_step_ms
 

@@ -68,6 +68,24 @@ def list_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
     return tuple(keeps)
 
 
+def list_hull_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
+    """Return the keeps whose points lie on the lower hull of (bytes, forward + backward time).
+
+    A point above the line between two others is about as good as a mix of those two over a few blocks.
+    """
+
+    def at(index: int) -> tuple[int, float]:
+        point = unit.points[index]
+        return point.residual_bytes, point.forward_ms + point.backward_ms
+
+    hull: list[int] = []
+    for index in sorted({keep.point for keep in list_keeps(problem, unit)}, key=at):
+        while len(hull) > 1 and _is_above(at(hull[-2]), at(hull[-1]), at(index)):
+            hull.pop()
+        hull.append(index)
+    return tuple(keep for keep in list_keeps(problem, unit) if keep.point in hull or keep == RECOMPUTE)
+
+
 def list_boundaries(problem: Problem) -> tuple[str, ...]:
     """Return where a block's input may wait."""
     return _places(problem)
@@ -87,6 +105,11 @@ def make_unit_plan(lane: Lane, keep: Keep = RECOMPUTE, boundary: str = DEVICE) -
 
 def _places(problem: Problem) -> tuple[str, ...]:
     return (DEVICE, HOST, NVME) if problem.allow_nvme else (DEVICE, HOST)
+
+
+def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
+    """Return whether b lies on or above the line from a to c (x grows from a to c)."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _is_beaten(unit: UnitCost, index: int) -> bool:

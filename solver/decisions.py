@@ -10,6 +10,7 @@ from lazytrain.solver.choices import (
     Keep,
     Lane,
     list_boundaries,
+    list_hull_keeps,
     list_keeps,
     list_lanes,
     make_unit_plan,
@@ -54,14 +55,16 @@ def add_choices(model: LinearModel, problem: Problem, *, period: int | None) -> 
 
     Args:
         period: blocks i and i + period of equal costs take equal decisions; the first 2 and the last 3 are free.
-            None = every block decides for itself.
+            None = every block decides for itself, and with all points of its curve, not only those of the hull.
     """
     made: dict[Hashable, UnitChoice] = {}
     choices = []
     for u, unit in enumerate(problem.units):
         key = _tie_key(problem, u, period)
         if key not in made:
-            made[key] = _add_unit(model, problem, unit, is_edge=u in (0, len(problem.units) - 1))
+            is_edge = u in (0, len(problem.units) - 1)
+            keeps = (RECOMPUTE,) if is_edge else (list_keeps if period is None else list_hull_keeps)(problem, unit)
+            made[key] = _add_unit(model, problem, unit, keeps, is_edge=is_edge)
         choices.append(made[key])
     return tuple(choices)
 
@@ -91,8 +94,9 @@ def _tie_key(problem: Problem, u: int, period: int | None) -> Hashable:
     return "tied", block_idx % period, costs
 
 
-def _add_unit(model: LinearModel, problem: Problem, unit: UnitCost, *, is_edge: bool) -> UnitChoice:
-    keeps = (RECOMPUTE,) if is_edge else list_keeps(problem, unit)
+def _add_unit(
+    model: LinearModel, problem: Problem, unit: UnitCost, keeps: tuple[Keep, ...], *, is_edge: bool
+) -> UnitChoice:
     places = (DEVICE,) if is_edge else list_boundaries(problem)
     return UnitChoice(
         _add_one_hot(model, list_lanes(problem, unit, is_edge=is_edge)),

@@ -65,7 +65,8 @@ class Machine:
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
         self.bytes: Counter[str] = Counter()
-        self.busy: Counter[str] = Counter()
+        self.busy = dict.fromkeys(QUEUES, 0.0)
+        self._keeps_events = False
 
     def span(self, queue: str, name: str, u: int, ms: float, after: Iterable[float], at: float) -> float:
         """Run `ms` on a queue once `after` is due and a thread issued it at `at`; return when it ends."""
@@ -73,7 +74,8 @@ class Machine:
         start = max(self.free[key], at, *after, 0.0)
         end = self.free[key] = start + ms
         self.busy[queue] += ms
-        self.events.append(Event(name, self.units[u].name, queue, start, end))
+        if self._keeps_events:
+            self.events.append(Event(name, self.units[u].name, queue, start, end))
         return end
 
     def copy(
@@ -194,9 +196,10 @@ class Machine:
             self._grads_out[u] = self.copy(D2H, "store grads", u, unit.grad_bytes, [done], self.main)
             self._grads_in_flight.append(self._grads_out[u])
 
-    def start_step(self) -> None:
+    def start_step(self, *, keep_events: bool = False) -> None:
         """Forget the last step's events and counts, and its grads in flight."""
-        self.events, self.bytes, self.busy = [], Counter(), Counter()
+        self._keeps_events = keep_events
+        self.events, self.bytes, self.busy = [], Counter(), dict.fromkeys(QUEUES, 0.0)
         self._grads_in_flight = []
 
     def _send(self, u: int, what: str, num_bytes: int, place: str, done: float) -> float:
@@ -217,7 +220,8 @@ class Machine:
         self._count_nvme(queue, num_bytes)
         ms = read_ms(self.problem, num_bytes) if queue == NVME_READ else write_ms(self.problem, num_bytes)
         self.busy[queue] += ms
-        self.events.append(Event(f"{queue[5:]} for update", self.units[u].name, queue, start, start + ms))
+        if self._keeps_events:
+            self.events.append(Event(f"{queue[5:]} for update", self.units[u].name, queue, start, start + ms))
         return start + ms
 
     def _count_nvme(self, queue: str, num_bytes: int) -> None:

@@ -65,6 +65,18 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
         PlannerError: the plan contradicts itself or belongs to another problem.
     """
     plan.validate(problem)
+    machine, period, norm = _settle(problem, plan, keep_events=True)
+    return _report(problem, plan, machine, period, norm)
+
+
+def simulate_step_ms(problem: Problem, plan: Plan) -> float:
+    """Return the step's time alone, of a plan that is known to be valid."""
+    machine, period, _ = _settle(problem, plan, keep_events=False)
+    return max(period, *_list_bounds(problem, machine).values())
+
+
+def _settle(problem: Problem, plan: Plan, *, keep_events: bool) -> tuple[Machine, float, float]:
+    """Play until the step's time is steady; return the machine after it, that time, and when the last step began."""
     machine = Machine(problem, plan)
     step = _Step(problem, machine)
     norms, period = [0.0], 0.0
@@ -72,17 +84,15 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
         machine.start_step()
         norms.append(step.play(pending=count > 1))
         last, period = period, norms[-1] - norms[-2]
-        if count > 3 and abs(period - last) <= SETTLED * period:
+        if count > 2 and abs(period - last) <= SETTLED * period:
             break
     else:
         half = MAX_STEPS // 2
         period = (norms[-1] - norms[half]) / (MAX_STEPS - half)
-    return _report(problem, plan, machine, period, norms[-2])
-
-
-def simulate_step_ms(problem: Problem, plan: Plan) -> float:
-    """Return the step's time alone."""
-    return simulate(problem, plan).step_ms
+    if keep_events:
+        machine.start_step(keep_events=True)
+        norms.append(step.play(pending=True))
+    return machine, period, norms[-2]
 
 
 class _Step:
@@ -97,7 +107,8 @@ class _Step:
         buffers = [machine.buffers.get(u) for u in order]
         self._needs = [max(_last_user(slots, p), _last_user(buffers, p)) for p in order]
         self._backward_order = list(range(self._last - 1, 0, -1))
-        offloads = [u for u in self._backward_order if self._moved(u)]
+        self._moves = [self._list_moves(u) for u in order]
+        offloads = [u for u in self._backward_order if self._moves[u]]
         self._turns = {u: turn for turn, u in enumerate(offloads)}
         slots = [machine.slots.get(u) for u in self._backward_order]
         turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
@@ -135,8 +146,8 @@ class _Step:
             else:
                 oldest = offloads.pop(0) if len(offloads) == 2 else 0.0
                 done = machine.span(COMPUTE, "forward", u, num * point.forward_ms, [ticket, oldest], machine.main)
-            if self._moved(u):
-                packs[u] = [machine.offload(u, f"offload {n}", size, place, done) for n, size, place in self._moved(u)]
+            if self._moves[u]:
+                packs[u] = [machine.offload(u, name, size, place, done) for name, size, place in self._moves[u]]
                 offloads.append(packs[u][-1].out)
             machine.used(u, done)
             launched.append(machine.main)
@@ -166,15 +177,15 @@ class _Step:
         machine.deliver(self._last, done)
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
 
-    def _moved(self, u: int) -> list[tuple[str, int, str]]:
+    def _list_moves(self, u: int) -> list[tuple[str, int, str]]:
         """Return (name, bytes, place) of what leaves the device after a block's forward."""
         unit, decisions, num = self._units[u], self._plans[u], self._problem.num_microbatches
-        moved = []
+        moved: list[tuple[str, int, str]] = []
         if decisions.boundary in (HOST, NVME):
-            moved.append(("boundary", num * unit.boundary_bytes, decisions.boundary))
+            moved.append(("offload boundary", num * unit.boundary_bytes, decisions.boundary))
         if decisions.residuals in (HOST, NVME):
             size = num * unit.points[decisions.residual_point].residual_bytes
-            moved.append(("residuals", size, decisions.residuals))
+            moved.append(("offload residuals", size, decisions.residuals))
         return moved
 
 
@@ -185,11 +196,17 @@ def _last_user(keys: Sequence[int | None], position: int) -> int:
     return max((p for p in range(position) if keys[p] == keys[position]), default=-1)
 
 
-def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm: float) -> Simulation:
-    bounds = dict(machine.busy)
+def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:
+    """Return how long each queue, and the host's DRAM, is busy in a step; the cores count once where they are shared."""
+    bounds: dict[str, float] = dict(machine.busy)
     bounds["host memory"] = dram_ms(problem, machine.bytes["dram"])
     if problem.device_is_host:
         bounds["cores"] = sum(bounds.pop(queue, 0.0) for queue in (COMPUTE, H2D, D2H, CPU))
+    return bounds
+
+
+def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm: float) -> Simulation:
+    bounds = _list_bounds(problem, machine)
     step_ms = max(period, *bounds.values())
     busiest = max(bounds, key=lambda name: bounds[name])
     usage = account(problem, plan)

@@ -3,8 +3,9 @@
 Shape letters: b batch, t time, d model width, h query heads, g key/value heads, k head dim, f feed-forward.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lazytrain.base import Context, Params
+from lazytrain.programs import BlockPrograms, make_programs
 
 B, T, D, H, G, K, FF = 3, 7, 20, 6, 2, 8, 33
 EPS = 1e-6
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class Sample(NamedTuple):
@@ -128,3 +131,40 @@ def plain_autograd(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     assert x.grad is not None
     grads = {name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in own.items()}
     return y.detach(), concatenate(grads), x.grad
+
+
+def linear_stack(params: Params, x: Tensor, ctx: Context) -> Tensor:
+    return F.relu(F.relu(x @ params["first"]) @ params["second"]) @ params["third"]
+
+
+def stack_sample() -> Sample:
+    widths = {"first": (13, 17), "second": (17, 5), "third": (5, 13)}
+    params = {name: torch.randn(shape) for name, shape in widths.items()}
+    return Sample(linear_stack, params, torch.randn(7, 13), {}, torch.randn(7, 13))
+
+
+SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
+    "transformer": transformer_sample,
+    "masked transformer": lambda dtype: transformer_sample(dtype, masked=True),
+    "transformer with expanded heads": lambda dtype: transformer_sample(dtype, expand=True),
+    "masked transformer with expanded heads": lambda dtype: transformer_sample(dtype, masked=True, expand=True),
+    "tanh": tanh_sample,
+    "module": module_sample,
+    "stack": lambda dtype: stack_sample(),
+}
+NAMES = [name for name in SAMPLES if name != "stack"]
+
+
+def programs_of(sample: Sample, **options: Any) -> BlockPrograms:
+    return make_programs(sample.fn, sample.params, sample.x, sample.ctx, flatten=concatenate, **options)
+
+
+@functools.cache
+def known(name: str, dtype: torch.dtype = FP32) -> tuple[Sample, BlockPrograms]:
+    sample = SAMPLES[name](dtype)
+    return sample, programs_of(sample)
+
+
+def run(programs: BlockPrograms, point: int, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    y, residuals = programs.forward_keep(point, sample.params, sample.x, sample.ctx)
+    return y, *programs.backward(point, sample.params, sample.x, sample.ctx, residuals, sample.dy)
