@@ -3,8 +3,13 @@
 The public names load on first use, so that the planner (`lazytrain.solver`) needs no torch.
 """
 
+import os
 from importlib import import_module
 from typing import Any
+
+# OpenMP threads that spin at a barrier, while another program has their core, made a CPU step up to ten times slower
+# on two cores. Read when torch is first imported; a value that the user set stays.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.homes import Homes
-from lazytrain.lanes import D2H, H2D, NVME_READ, NVME_WRITE, Lanes, Ticket, Worker
+from lazytrain.lanes import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE, Lanes, Ticket, Worker
 from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.slabs import allocate_slab
 
@@ -59,6 +59,7 @@ class Activations:
         self._fetch_buffers: list[Tensor] = []
         self._staging_write: dict[str, Future[Any]] = {}
         self._turn = 0
+        self._reserved: Ticket | None = None
 
     def offload(self, key: str, tensors: Sequence[Tensor], place: str, unit: str, after: Ticket) -> Packed:
         """Copy tensors to host RAM or NVMe once `after` is due. The caller holds them until the result's ticket is."""
@@ -85,7 +86,8 @@ class Activations:
         sources = [self._source(pack) for pack in packs]
         buffer = self._fetch_buffer(turn, sum(round_up(pack.num_bytes, ALIGN_BYTES) for pack in packs))
         results, start = [], 0
-        with self._lanes.span(H2D, "fetch", unit, [free, *(pack.ticket for pack in packs)]) as ticket:
+        after = [free, self._reserved, *(pack.ticket for pack in packs)]
+        with self._lanes.span(H2D, "fetch", unit, after) as ticket:
             for pack, source in zip(packs, sources):
                 target = buffer[start : start + pack.num_bytes]
                 for parcel in pack.parcels:
@@ -96,12 +98,18 @@ class Activations:
         return results, ticket
 
     def reserve(self, fetch_bytes: int) -> None:
-        """Make the fetch buffers at least this large; called between steps, when none is in use."""
+        """Make the fetch buffers at least this large; called between the sweeps, when none is in use.
+
+        The allocator hands out memory that queued compute may still use (its own stream is in order, the copy stream is
+        not): the first fetches wait for all compute that was queued before.
+        """
         if fetch_bytes and (not self._fetch_buffers or self._fetch_buffers[0].numel() < fetch_bytes):
             self._fetch_buffers = []
-            self._fetch_buffers = [
-                torch.empty(fetch_bytes, dtype=torch.uint8, device=self._lanes.device) for _ in range(NUM_FETCH_BUFFERS)
-            ]
+            with self._lanes.span(COMPUTE, "reserve", "fetch buffers") as self._reserved:
+                self._fetch_buffers = [
+                    torch.empty(fetch_bytes, dtype=torch.uint8, device=self._lanes.device)
+                    for _ in range(NUM_FETCH_BUFFERS)
+                ]
 
     def _fetch_buffer(self, turn: int, num_bytes: int) -> Tensor:
         assert num_bytes <= self._fetch_buffers[0].numel(), "reserve() was called for less"

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from lazytrain.solver.explanation import format_plan
-
 from lazytrain.lanes import Span
 from lazytrain.planning import Planned
 from lazytrain.progress import duration
@@ -17,6 +14,7 @@ from lazytrain.recipes.metrics import read_metrics
 from lazytrain.recipes.pictures import draw_run
 from lazytrain.recipes.preparation import Job
 from lazytrain.recipes.scoring import Score
+from lazytrain.solver.explanation import format_plan
 from lazytrain.solver.simulator import simulate
 
 GIB = 2**30
@@ -90,12 +88,12 @@ def write_outcome(
 
 
 def _measured_step_ms(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median time of the steps of the largest shape, those of the start left out."""
+    """Return the median time of the steps of the largest shape, but for the first, which makes its programs."""
     if not rows:
         return None
     places = [row["shape"][0] * row["shape"][1] for row in rows]
     times_ms = [row["step_s"] * 1e3 for row, n in zip(rows, places) if n == max(places)]
-    return statistics.median(times_ms[len(times_ms) // 10 :])
+    return statistics.median(times_ms[1:] or times_ms)
 
 
 def _score(score: Score | None) -> dict[str, Any] | None:

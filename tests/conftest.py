@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 if not torch.cuda.is_available():

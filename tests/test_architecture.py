@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kernels", "solver", "lazytrain", "recipes")
-MAX_LINES = 320
+MAX_LINES = {"kernels": 320, "solver": 320, "lazytrain": 320, "recipes": 320, "tests": 340}
 ALLOWED = {
     "kernels": {"kernels"},
     "solver": {"solver"},
@@ -68,7 +68,7 @@ def test_leaf_rooms_use_only_their_libraries(room: str) -> None:
 @pytest.mark.parametrize("room", [*ROOMS, "tests"])
 def test_files_are_short(room: str) -> None:
     for path in source_files(room):
-        assert len(path.read_text().splitlines()) <= MAX_LINES, f"{path.relative_to(ROOT)} has grown two jobs"
+        assert len(path.read_text().splitlines()) <= MAX_LINES[room], f"{path.relative_to(ROOT)} has grown two jobs"
 
 
 def test_rooms_are_flat_and_their_links_match_the_packages() -> None:
