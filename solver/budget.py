@@ -10,7 +10,7 @@ from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS, NUM_WRITERS, align, boundary_bytes, residual_bytes, sum_bytes
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
-from lazytrain.solver.rings import add_largest
+from lazytrain.solver.rings import add_buffer, add_largest
 
 AWAY = (HOST, NVME)
 
@@ -27,8 +27,9 @@ class Needs:
 def add_needs(draft: Draft) -> Needs:
     """Add the variables and rows that say what each tier must hold, without limits."""
     peak = draft.model.add_var()
-    always = _device_always(draft)
-    for need in _device_positions(draft):
+    offload = _add_offload(draft)
+    always = _device_always(draft) + offload * NUM_RING_BUFFERS
+    for need in _device_positions(draft, offload):
         draft.model.add_at_least(peak, always + need)
     return Needs(device_peak=peak, host=_host(draft) + _nvme_staging(draft), nvme=_nvme(draft))
 
@@ -57,33 +58,44 @@ def _device_always(draft: Draft) -> Affine:
     for u, unit in enumerate(problem.units):
         weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
         parts.append(pick_lane(draft, u, weights=DEVICE) * weights + pick_lane(draft, u, states=DEVICE) * states)
-    slots = [(draft.streamed[u], align(unit.weight_bytes)) for u, unit in enumerate(problem.units)]
-    parts += [_add_buffer(draft, slots, exists) for exists in draft.num_slots]
-    for exists in draft.num_buffers:
-        visits = []
-        for u, unit in enumerate(problem.units):
-            for grads, num_bytes in (
-                (DEVICE, align(unit.state_bytes)),
-                (HOST, align(unit.state_bytes) + align(unit.grad_bytes)),
-            ):
-                visits.append((pick_lane(draft, u, states=AWAY, update=DEVICE, grads=grads), num_bytes))
-        parts.append(_add_buffer(draft, visits, exists))
-    stores = [
-        pick_lane(draft, u, grads=HOST) * draft.size(align(unit.grad_bytes)) for u, unit in enumerate(problem.units)
-    ]
-    fetches = [_moved(draft, u, AWAY) for u in range(1, last)]
-    parts.append((add_largest(model, stores[1:-1]) + add_largest(model, fetches)) * NUM_RING_BUFFERS)
-    return total([*parts, stores[0], stores[last]])
+    slots = [(draft.streamed[u], draft.size(align(unit.weight_bytes))) for u, unit in enumerate(problem.units)]
+    parts.append(add_buffer(model, slots, draft.num_slots))
+    visits = []
+    for u, unit in enumerate(problem.units):
+        states, grads = align(unit.state_bytes), align(unit.grad_bytes)
+        for place, num_bytes in ((DEVICE, states), (HOST, states + grads)):
+            visit = pick_lane(draft, u, states=AWAY, update=DEVICE, grads=place)
+            visits.append((visit, draft.size(num_bytes)))
+    parts.append(add_buffer(model, visits, draft.num_buffers))
+    stores = [(pick_lane(draft, u, grads=HOST), draft.size(align(x.grad_bytes))) for u, x in enumerate(problem.units)]
+    parts.append(add_buffer(model, stores[1:-1]) * NUM_RING_BUFFERS)
+    parts += [stores[u][0] * stores[u][1] for u in (0, last)]
+    return total(parts)
 
 
-def _device_positions(draft: Draft) -> list[Affine]:
+def _add_offload(draft: Draft) -> Affine:
+    """Add the size of a block's largest offload, which is also that of a fetch buffer."""
+    problem, moved, users = draft.problem, [], []
+    for u in range(1, len(draft.choices) - 1):
+        unit, choice = problem.units[u], draft.choices[u]
+        moved.append(_moved(draft, u, AWAY))
+        users.append((choice.boundary(lambda place: place in AWAY), draft.size(boundary_bytes(problem, unit))))
+        for point in range(1, len(unit.points)):
+            user = choice.keep(lambda keep, point=point: keep.point == point and keep.place in AWAY)  # type: ignore[misc]
+            users.append((user, draft.size(residual_bytes(problem, unit, point))))
+    largest = add_largest(draft.model, moved)
+    if largest.terms:
+        draft.model.add_at_least(largest, add_buffer(draft.model, users))
+    return largest
+
+
+def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     problem, units, last = draft.problem, draft.problem.units, len(draft.choices) - 1
     grads = [pick_lane(draft, u, grads=DEVICE) * draft.size(align(unit.grad_bytes)) for u, unit in enumerate(units)]
     kept = [_moved(draft, u, (DEVICE,)) for u in range(last + 1)]
     kept_before = _add_running_sums(draft, kept)
     grads_before = _add_running_sums(draft, grads)
     all_grads = grads_before[-1]
-    offload = add_largest(draft.model, [_moved(draft, u, AWAY) for u in range(1, last)])
     inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
     work = [_workspace(draft, u) for u in range(last + 1)]
     sums = [draft.size(sum_bytes(unit)) if problem.num_microbatches > 1 else 0.0 for unit in units]
@@ -122,12 +134,6 @@ def _add_running_sums(draft: Draft, parts: list[Affine]) -> list[Affine]:
         else:
             sums.append(sums[-1] + part)
     return sums
-
-
-def _add_buffer(draft: Draft, users: list[tuple[Affine, int]], exists: Affine) -> Affine:
-    """Add the size of a buffer that holds the largest of its users, where it exists."""
-    parts = [(user + exists - 1.0) * draft.size(num_bytes) for user, num_bytes in users if not user.is_zero]
-    return add_largest(draft.model, parts) if exists.terms or exists.constant else Affine()
 
 
 def _workspace(draft: Draft, u: int) -> Affine:

@@ -10,7 +10,7 @@ from lazytrain.solver.linear import Affine, LinearModel
 from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import DEVICE, NVME
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rings import add_both, add_counters
+from lazytrain.solver.rings import add_both, add_counters, add_counts
 
 
 class Scale(NamedTuple):
@@ -90,8 +90,8 @@ def start_draft(
         period=period_var,
         streamed=streamed,
         visiting=visiting,
-        num_slots=tuple(before[-1]),
-        num_buffers=tuple(visits),
+        num_slots=tuple(add_counts(model, streamed, before[-1])),
+        num_buffers=tuple(add_counts(model, visiting, visits)),
         first_load=_add_loads(model, device_streamed, last_before),
         second_load=_add_loads(model, streamed, last_after),
         nvme_loads=tuple(

@@ -22,6 +22,7 @@ from lazytrain.solver.problem import Problem
 from lazytrain.solver.spilling import add_spilling
 from lazytrain.solver.timing import add_timing
 from lazytrain.solver.traffic import add_traffic
+from lazytrain.solver.windows import add_windows
 
 
 class Milp(NamedTuple):
@@ -57,6 +58,7 @@ def build_milp(
     events = add_events(draft)
     add_timing(draft, events)
     add_spilling(draft, events)
+    add_windows(draft, events)
     add_traffic(draft)
     add_budgets(draft)
     return Milp(draft.model, draft)

@@ -6,7 +6,7 @@ Everything here is forced from below only: a variable may be larger than it must
 from collections import Counter
 from collections.abc import Sequence
 
-from lazytrain.solver.linear import Affine, LinearModel
+from lazytrain.solver.linear import Affine, LinearModel, total
 
 
 def add_counters(model: LinearModel, users: Sequence[Affine], depth: int) -> list[list[Affine]]:
@@ -52,6 +52,57 @@ def add_largest(model: LinearModel, parts: Sequence[Affine]) -> Affine:
     for part in wanted.values():
         model.add_at_least(largest, part)
     return largest
+
+
+def add_buffer(
+    model: LinearModel, users: Sequence[tuple[Affine, float]], exists: Sequence[Affine] | None = None
+) -> Affine:
+    """Add the size of as many equal buffers as exist, each of which holds the largest of its users.
+
+    A binary for every size says whether anyone needs it: to decide on these first tells the relaxation what the buffers
+    cost, which it would else take a fraction of.
+
+    Args:
+        users: (1 where it uses the buffers, size).
+        exists: for each buffer, a binary that is 1 where it exists; None = one buffer, where there is a user.
+    """
+    wanted = [(user, size) for user, size in users if not user.is_zero]
+    if not wanted:
+        return Affine()
+    needed: list[tuple[Affine, float]] = []
+    for size in sorted({size for _, size in wanted}):
+        need = model.add_var(binary=True, decide_first=True)
+        for terms in {tuple(sorted(user.terms.items())): user for user, other in wanted if other == size}.values():
+            model.add_at_least(need, terms)
+        needed.append((need, size))
+    if exists is None:
+        return add_largest(model, [need * size for need, size in needed])
+    buffers = []
+    for there in exists:
+        buffer = model.add_var()
+        model.add_at_least(buffer, there * min(size for _, size in needed))
+        for need, size in needed:
+            model.add_at_least(buffer, (need + there - 1.0) * size)
+        buffers.append(buffer)
+    return total(buffers)
+
+
+def add_counts(model: LinearModel, users: Sequence[Affine], counters: Sequence[Affine]) -> list[Affine]:
+    """Add binaries that are 1 where at least 1, 2 ... users are there, above the final counters (see `add_counters`).
+
+    A sum of users of which only fractions are there counts too: users <= m + (number - m)·count[m].
+    """
+    present = [user for user in users if not user.is_zero]
+    counts = []
+    for m, counter in enumerate(counters):
+        if len(present) <= m:
+            counts.append(Affine())
+            continue
+        count = model.add_var(binary=True, decide_first=True)
+        model.add_at_least(count, counter)
+        model.add_at_most(total(present) - count * (len(present) - m), float(m))
+        counts.append(count)
+    return counts
 
 
 def add_ring(

@@ -1,0 +1,90 @@
+"""Rows that no schedule breaks and that the relaxation needs: how far a queue may run ahead of compute, or behind it.
+
+Rings limit how many loads can be done before the compute that needs them, and how many copies out can be due after it.
+The rows of the rings say so with M, which means nothing while binaries are fractions; these say it with sums:
+
+    loads ahead    load[u] >= start of forward[u] - A,     A = P weights and 2 update buffers
+                   fetch[u] >= start of backward[u] - A,   A = P weights and 2 fetches
+    stores behind  start of forward[u] >= store[u - 1] - A,   A = 2 updates' stores and one offload
+
+and the chain of each queue carries them on. A row's finish may lie after an operation's true one, where that was early:
+what follows it on its queue can't have ended before.
+"""
+
+from collections.abc import Callable
+
+from lazytrain.solver.draft import Draft
+from lazytrain.solver.events import Events, Op
+from lazytrain.solver.linear import Affine
+from lazytrain.solver.memory import NUM_RING_BUFFERS
+from lazytrain.solver.plan import CPU
+from lazytrain.solver.problem import UnitCost
+from lazytrain.solver.rates import copy_ms
+
+
+def add_windows(draft: Draft, events: Events) -> None:
+    """Add the rows; one queue on a machine without a device needs none."""
+    if draft.problem.device_is_host:
+        return
+    _add_forward_loads(draft, events)
+    _add_fetches(draft, events)
+    _add_stores(draft, events)
+
+
+def _largest(draft: Draft, size: Callable[[UnitCost], int], *, to_device: bool, num_copies: int = 1) -> float:
+    num_bytes = max(size(unit) for unit in draft.problem.units)
+    return draft.ms(copy_ms(draft.problem, num_bytes, to_device=to_device, num_copies=num_copies))
+
+
+def _largest_move(draft: Draft, *, to_device: bool) -> float:
+    """Return the longest offload or fetch of one block: its boundary and its largest residuals."""
+    num = draft.problem.num_microbatches
+
+    def size(unit: UnitCost) -> int:
+        return num * (unit.boundary_bytes + max(point.residual_bytes for point in unit.points))
+
+    return _largest(draft, size, to_device=to_device, num_copies=2 * num)
+
+
+def _start(op: Op) -> Affine:
+    return op.finish - op.ms
+
+
+def _add_forward_loads(draft: Draft, events: Events) -> None:
+    """Add a chain of its own: weights that a CPU update publishes to a resident block may come at any time before."""
+    weights = _largest(draft, lambda unit: unit.weight_bytes, to_device=True)
+    buffers = _largest(draft, lambda unit: unit.state_bytes + unit.grad_bytes, to_device=True, num_copies=2)
+    ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * buffers
+    before = Affine()
+    for u, unit in enumerate(draft.problem.units):
+        published = draft.ms(copy_ms(draft.problem, unit.weight_bytes, to_device=True)) if unit.num_params else 0.0
+        ms = events.load[u].ms - draft.choices[u].lane(
+            lambda lane, ms=published: ms if lane.update == CPU and not lane.is_streamed else 0.0  # type: ignore[misc]
+        )
+        chain = draft.model.add_var()
+        draft.model.add_at_least(chain, before + ms)
+        draft.model.add_at_least(chain, _start(events.update[u]) - ahead)
+        draft.model.add_at_least(_start(events.update[u]), chain)
+        before = chain
+
+
+def _add_fetches(draft: Draft, events: Events) -> None:
+    weights = _largest(draft, lambda unit: unit.weight_bytes, to_device=True)
+    ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * _largest_move(draft, to_device=True)
+    for u in range(1, len(draft.choices) - 1):
+        draft.model.add_at_least(events.fetch[u].finish, _start(events.backward[u]) - ahead)
+
+
+def _add_stores(draft: Draft, events: Events) -> None:
+    last = len(draft.choices) - 1
+    update = _largest(draft, lambda unit: unit.weight_bytes + unit.state_bytes, to_device=False, num_copies=2)
+    grads = _largest(draft, lambda unit: unit.grad_bytes, to_device=False)
+    stores = NUM_RING_BUFFERS * update
+    offload = _largest_move(draft, to_device=False)
+    for u in range(2, last + 1):
+        behind = events.offload_residuals[u - 1].finish - (stores + offload)
+        draft.model.add_at_least(_start(events.update[u]), behind)
+    for u in range(last - 1, 0, -1):
+        done = events.store_states[last] if u == last - 1 else events.store_grads[u + 1]
+        behind = done.finish - (stores + NUM_RING_BUFFERS * grads)
+        draft.model.add_at_least(_start(events.backward[u]), behind)
