@@ -1,7 +1,7 @@
 """Plans that need no solver: the strategies that people use, and a seeded random grid.
 
-The best one that fits is the MILP's start, its yardstick and its fallback. Each strategy has variants (where updates run,
-where boundaries wait, what the spare device memory holds); the best variant that fits speaks for it.
+The best one that fits is the MILP's start, its yardstick and its fallback. Each strategy has variants (where updates
+run, where boundaries wait, what the spare device memory holds); the best variant that fits speaks for it.
 """
 
 import random

@@ -59,7 +59,7 @@ def list_lanes(problem: Problem, unit: UnitCost, *, is_edge: bool) -> tuple[Lane
 
 
 def list_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
-    """Return recompute and every point of the curve that no other beats in bytes, times and workspace, at every place."""
+    """Return recompute, and every point that no other beats in bytes, times and workspace, at every place."""
     keeps = [RECOMPUTE]
     if problem.allow_residuals:
         for point in range(1, len(unit.points)):

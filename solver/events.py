@@ -28,7 +28,7 @@ class Op(NamedTuple):
 class Events:
     """All operations but NVMe's, one per unit in each list; embed and head lack some, which are constant 0.
 
-    `forward` of the head is all its compute; `backward` of the embed is its own. `cpu` is the CPU's update with what its
+    `forward` of the head is all its compute; `backward` of the embed is its own. `cpu` is the CPU's update with all its
     thread reads from NVMe and writes there.
     """
 

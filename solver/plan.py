@@ -122,7 +122,8 @@ class Plan:
             raise PlannerError(f"the plan has {len(self.blocks)} blocks, the model {len(problem.blocks)}: plan anew")
         if self.num_microbatches != problem.num_microbatches:
             raise PlannerError(
-                f"the plan cuts a step in {self.num_microbatches} chunks, the run in {problem.num_microbatches}: plan anew"
+                f"the plan cuts a step in {self.num_microbatches} chunks, the run in {problem.num_microbatches}: "
+                "plan anew"
             )
         check_number(self.prefetch_depth, "plan.prefetch_depth", low=2, high=64, integer=True)
         for unit, decisions in zip(problem.units, self.units, strict=True):

@@ -205,7 +205,7 @@ def _improve(search: _Search, period: int | None, depth: int, limits: Limits, so
 
 
 def _point_of(milp: Milp, plan: Plan) -> np.ndarray | None:
-    """Return a plan's decisions as a partial point of the model (NaN = the solver's to fill); None if ties forbid it."""
+    """Return a plan's decisions as a partial point of the model (NaN = left to the solver); None if ties forbid it."""
     point = np.full(milp.model.num_vars, np.nan)
     for choice, unit in zip(milp.draft.choices, plan.units, strict=True):
         wanted = (

@@ -125,7 +125,7 @@ def add_ring(
         period: T, where users of the step before may still hold their buffers when a step begins.
 
     Returns:
-        The times, one per position; and, after the last position, the times at which the last user, the last but one ...
+        The times, one per position; and, behind them, the times at which the last user, the last but one ...
         is done.
     """
     first = [Affine() if period is None else model.add_var(upper=horizon) for _ in range(depth)]

@@ -197,7 +197,7 @@ def _last_user(keys: Sequence[int | None], position: int) -> int:
 
 
 def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:
-    """Return how long each queue, and the host's DRAM, is busy in a step; the cores count once where they are shared."""
+    """Return how long each queue, and the host's DRAM, is busy in a step; shared cores count once."""
     bounds: dict[str, float] = dict(machine.busy)
     bounds["host memory"] = dram_ms(problem, machine.bytes["dram"])
     if problem.device_is_host:

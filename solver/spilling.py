@@ -4,6 +4,7 @@ The loader reads in the order in which units come; the writer writes in the orde
 that is still being written holds the main thread, and so the next compute.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,7 +96,7 @@ def _add_staging(draft: Draft, events: Events, writes: Writes) -> list[Affine]:
     """
     last, horizon = len(draft.choices) - 1, 2 * draft.horizon
     launches = [draft.model.add_var() for _ in draft.choices]
-    for before, after in zip(launches, launches[1:]):
+    for before, after in itertools.pairwise(launches):
         draft.model.add_at_least(after, before)
     for what, ends, stores in (
         ("weights", writes.weights, events.store_weights),

@@ -88,7 +88,7 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
         queues.run(D2H, events.store_states[u])
         queues.run(COMPUTE, forward)
         if 0 < u < last:
-            # All offloads but the last one must be over: where u - 1 made one, those before it; others were due earlier.
+            # All offloads but the last one must be over: where u - 1 made one, those before it; others were due before.
             if u > 1:
                 follow_if(draft, moves[u - 1], forward, offloads[u - 1], horizon)
             if draft.problem.allow_nvme:

@@ -11,7 +11,7 @@ MIB = 1 << 20
 def make_toy_problem(
     seed: int, *, num_blocks: int = 3, num_points: int = 2, allow_nvme: bool = False, device_is_host: bool = False
 ) -> Problem:
-    """Return a random problem of a few blocks whose link, compute, CPU and budgets are all near being the bottleneck."""
+    """Return a random problem of a few blocks whose link, compute, CPU and budgets are all near to binding."""
     rng = random.Random(seed)
     weight = rng.randint(20, 200) * MIB
     kinds = [_make_block(rng, weight, num_points) for _ in range(rng.choice((1, 1, 2)))]
