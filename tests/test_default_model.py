@@ -84,7 +84,8 @@ def test_transformers_loads_model_and_tokenizer(model_path: Path, tokenizer: Tok
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.float32
-    auto = transformers.AutoTokenizer.from_pretrained(model_path)
+    # AutoTokenizer takes Qwen2Tokenizer for the type qwen2, which brings a pre-tokenizer of its own.
+    auto = transformers.PreTrainedTokenizerFast.from_pretrained(model_path)
     assert (auto.eos_token, auto.pad_token) == (END_TOKEN, PAD_TOKEN)
     assert auto.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
     for row in held_out:
