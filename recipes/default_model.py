@@ -43,7 +43,8 @@ PIECES = "|".join(
         r"\s+",
     )
 )
-FIRST_SHARD_SHARE = 0.6  # which makes two shards
+NUM_SHARDS = 2
+SHARD_ROOM = 1.2  # above an equal share, since tensors do not split evenly
 MAX_VOCAB = 4096
 VOCAB_MULTIPLE = 64
 WEIGHT_STD, EMBED_STD = 0.08, 0.3
@@ -81,7 +82,7 @@ def write_default_model(directory: Path, rows: Sequence[Row], *, seed: int) -> P
         if not (unit is model.head and name in model.tied)
     ]
     total_bytes = sum(spec.num_bytes for spec in specs)
-    plan = plan_export(specs, max_shard_bytes=math.ceil(FIRST_SHARD_SHARE * total_bytes))
+    plan = plan_export(specs, max_shard_bytes=math.ceil(SHARD_ROOM * total_bytes / NUM_SHARDS))
     with tempfile.TemporaryDirectory() as scratch:
         sides = _write_side_files(Path(scratch), tokenizer, config)
         return export_model(
