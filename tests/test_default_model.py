@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import lazytrain.recipes.default_model as default_model
 from lazytrain.configuration import load_config
+from lazytrain.errors import ModelFileError
 from lazytrain.recipes.default_model import (
     END_TOKEN,
     FIXED_PHRASES,
@@ -118,12 +119,12 @@ def test_directory_of_another_seed_is_replaced(rows: list[Row], tmp_path: Path) 
     assert (path / SHARDS[0]).read_bytes() != old
 
 
-def test_damaged_directory_is_written_anew(rows: list[Row], tmp_path: Path) -> None:
+def test_damaged_directory_is_named_and_left_alone(rows: list[Row], tmp_path: Path) -> None:
     path = write_default_model(tmp_path / "model", rows[:63], seed=5)
-    good = (path / SHARDS[1]).read_bytes()
     os.truncate(path / SHARDS[1], 100)
-    write_default_model(path, rows[:63], seed=5)
-    assert (path / SHARDS[1]).read_bytes() == good
+    with pytest.raises(ModelFileError, match="model exists"):
+        write_default_model(path, rows[:63], seed=5)  # it is no longer provably ours, so it is not deleted
+    assert (path / SHARDS[1]).stat().st_size == 100
 
 
 def test_interrupted_write_leaves_nothing(rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
