@@ -68,7 +68,7 @@ def blocks_from_modules(modules: Sequence[nn.Module]) -> list[tuple[BlockFunctio
     Raises:
         ConfigError: a module has buffers, or differs from the first.
     """
-    template = copy.deepcopy(modules[0]).to("meta")
+    template = _make_template(modules[0])
     shapes = {name: value.shape for name, value in template.named_parameters()}
 
     def fn(params: Params, x: Tensor, ctx: Context) -> Tensor:
@@ -83,6 +83,18 @@ def blocks_from_modules(modules: Sequence[nn.Module]) -> list[tuple[BlockFunctio
             raise ConfigError(f"module {i} has other parameters than module 0. Call blocks_from_modules for each kind.")
         pairs.append((fn, own))
     return pairs
+
+
+def _make_template(module: nn.Module) -> nn.Module:
+    """Return a copy on the meta device in which shared parameters are still shared."""
+    template = copy.deepcopy(module).to("meta")
+    first_names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            owner, _, attribute = name.rpartition(".")
+            setattr(template.get_submodule(owner), attribute, template.get_parameter(first))
+    return template
 
 
 def block_from_module(module: nn.Module) -> tuple[BlockFunction, Params]:

@@ -130,7 +130,9 @@ class Pursuit:
             self.source = "search" if self.source.startswith("fallback") else self.source
 
     def _take_from_milp(self, plan: Plan) -> bool:
-        is_tie = self.source.startswith("fallback") and simulate_step_ms(self.problem, plan) <= self.best_ms * (1 + EXACT_SLACK)
+        is_tie = self.source.startswith("fallback") and simulate_step_ms(self.problem, plan) <= self.best_ms * (
+            1 + EXACT_SLACK
+        )
         if is_tie and fits(self.problem, plan):
             self.best, self.best_ms = plan, simulate_step_ms(self.problem, plan)
             self.source = "milp"
