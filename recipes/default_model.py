@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from lazytrain.base import Model
@@ -26,23 +26,13 @@ from lazytrain.transformer import transformer_model
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 FIXED_PHRASES = (
-    "\nThe answer is: ",
+    "\nThe answer is:",
     " What is the value of unknown variable x?",
-    " If we know the answer to the above question is ",
+    " If we know the answer to the above question is",
     ", what is the value of unknown variable x?",
 )
-# One token each: a whole number or x; a word or sign with the space before it, and with the one behind it if a number
-# follows.
-BEFORE_NUMBER = r"(?: (?=\d|x\b))?"
-PIECES = "|".join(
-    (
-        *map(re.escape, FIXED_PHRASES),
-        r"\d+|x\b",
-        rf" ?[^\W\d]+{BEFORE_NUMBER}",
-        rf" ?[^\w\s]+(?:\n|{BEFORE_NUMBER})",
-        r"\s+",
-    )
-)
+# A whole number, a word, or a sign (with the line's end behind it), each with the space before it.
+PIECES = re.compile("|".join((*map(re.escape, FIXED_PHRASES), r" ?\d+", r" ?[^\W\d]+", r" ?[^\w\s]+\n?", r"\s+")))
 NUM_SHARDS = 2
 SHARD_ROOM = 1.2  # above an equal share, since tensors do not split evenly
 MAX_VOCAB = 4096
@@ -52,7 +42,7 @@ WEIGHT_STD, EMBED_STD = 0.08, 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultRun:
-    """The embedded run's numbers. On three seeds they gave 97.9 to 99.2% exact match on the held-out problems."""
+    """The embedded run's numbers; BENCHMARKS.md has the exact match that they give."""
 
     batch_size: int = 64
     steps: int = 1000
@@ -98,25 +88,22 @@ def write_default_model(directory: Path, rows: Sequence[Row], *, seed: int) -> P
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return a word-level tokenizer of the most frequent pieces of `texts`; any other text falls back to bytes.
 
-    A number is one token, so that a step of arithmetic is one look-up for the model.
+    A number is one token, so that a step of arithmetic is one look-up for the model. The pieces are added tokens to a
+    byte-level BPE without merges: transformers 5 builds the tokenizer of any Qwen2 type model anew, with Qwen2's own
+    division into words, and only added tokens survive that.
     """
-    pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(piece for piece, _ in pre_tokenizer.pre_tokenize_str(text))
-    vocab = [PAD_TOKEN, END_TOKEN, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    known = set(vocab)
-    words = [w for w, _ in sorted(counts.items(), key=lambda i: (-i[1], i[0])) if w not in known]
-    vocab += words[: vocab_size - len(vocab)]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(vocab)}, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizer
+        counts.update(PIECES.findall(text))
+    alphabet = [PAD_TOKEN, END_TOKEN, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [
+        piece for piece, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if piece not in alphabet
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([PAD_TOKEN, END_TOKEN])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words[: vocab_size - len(alphabet)]])
     return tokenizer
 
 

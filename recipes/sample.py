@@ -153,7 +153,7 @@ def _solve(problem: Problem, unknown: int) -> list[str]:
     value, lines = problem.values[first], []
     for i in range(first):
         known = _write(steps[i], str(problem.values[i]), str(numbers[steps[i].number_idx]))
-        lines.append(f"{known} = {problem.values[i + 1]}.")
+        lines.append(f"First {known} = {problem.values[i + 1]}.")
     sides = ["x" if unknown == 0 else str(value)]
     for step in steps[first:]:
         number = "x" if step.number_idx == unknown else str(numbers[step.number_idx])
