@@ -23,6 +23,7 @@ from lazytrain.solver.linear import LinearModel
 
 OPTIMAL, STOPPED, INFEASIBLE, NOTHING = "optimal", "stopped", "infeasible", "nothing"
 NUM_TYPICAL_NODES = 1000
+PRIO = 0
 HIGHS_START_S = 20.0  # to start a Python and import CVXPY on a busy machine
 
 
@@ -99,9 +100,9 @@ class _StartedScip(SCIP):  # type: ignore[misc]
     """CVXPY's interface to SCIP, with a starting point, and with SCIP's own words kept: CVXPY turns a node limit into
     a KeyError, a limit without a point into an error, and loses the bound."""
 
-    def __init__(self, start: np.ndarray | None) -> None:
+    def __init__(self, start: np.ndarray | None, decide_first: list[int]) -> None:
         super().__init__()
-        self._start = start
+        self._start, self._decide_first = start, decide_first
         self.outcome: Outcome | None = None
 
     def name(self) -> str:
@@ -114,6 +115,8 @@ class _StartedScip(SCIP):  # type: ignore[misc]
                 if not math.isnan(value):
                     model.setSolVal(point, variable, float(value))
             model.addSol(point)
+        for index in self._decide_first:
+            model.chgVarBranchPriority(variables[index], PRIO)
         model.optimize()
         status, x = model.getStatus(), None
         if model.getNSols():
@@ -143,16 +146,12 @@ def _name_status(scip_status: str, x: np.ndarray | None) -> str:
 
 def _solve_with_scip(model: LinearModel, limits: Limits, start: np.ndarray | None) -> Outcome:
     problem, _ = make_cvxpy_problem(model)
-    solver = _StartedScip(start)
+    solver = _StartedScip(start, model.decide_first)
     parameters = {
         "limits/time": max(0.01, limits.time_s),
         "limits/gap": limits.gap,
         "limits/totalnodes": limits.num_nodes,
-        # These models are long chains of sums: more rounds of cuts and presolve cost time and win nothing.
-        "separating/maxrounds": 0,
-        "separating/maxroundsroot": 3,
-        "presolving/maxrounds": 10,
-        "misc/catchctrlc": False,  # a signal is the trainer's to handle
+        "misc/catchctrlc": False,
     }
     try:
         with warnings.catch_warnings():

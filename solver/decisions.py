@@ -83,22 +83,6 @@ def read_plan(problem: Problem, choices: tuple[UnitChoice, ...], x: np.ndarray, 
     )
 
 
-def write_point(model: LinearModel, choices: tuple[UnitChoice, ...], plan: Plan) -> np.ndarray | None:
-    """Return a plan's decisions as a point of the model, NaN where it is the solver's to fill; None if ties forbid it."""
-    point = np.full(model.num_vars, np.nan)
-    for choice, unit in zip(choices, plan.units, strict=True):
-        picks: list[tuple[bool, Affine]] = []
-        picks += [(lane == Lane(unit.weights, unit.states, unit.update, unit.grads), x) for lane, x in choice.lanes]
-        picks += [(keep == Keep(unit.residual_point, unit.residuals), x) for keep, x in choice.keeps]
-        picks += [(place == unit.boundary, x) for place, x in choice.boundaries]
-        for is_picked, expression in picks:
-            for index in expression.terms:
-                if not np.isnan(point[index]) and point[index] != float(is_picked):
-                    return None
-                point[index] = float(is_picked)
-    return point
-
-
 def _tie_key(problem: Problem, u: int, period: int | None) -> Hashable:
     num_blocks = len(problem.blocks)
     block_idx = u - 1

@@ -4,7 +4,7 @@ minimise  x[objective]    subject to    rows a·x <= b or a·x == b,   lower <= 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy import sparse
@@ -71,11 +71,16 @@ def total(parts: Iterable["Affine | float"]) -> Affine:
 
 @dataclass(kw_only=True)
 class LinearModel:
-    """Variables and rows under construction (see the head of this file)."""
+    """Variables and rows under construction (see the head of this file).
+
+    Attributes:
+        decide_first: binaries on which much depends; a solver should branch on them before others.
+    """
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     binary: list[int] = field(default_factory=list)
+    decide_first: list[int] = field(default_factory=list)
     objective: int = 0
     _rows: list[int] = field(default_factory=list)
     _cols: list[int] = field(default_factory=list)
@@ -93,9 +98,13 @@ class LinearModel:
         """Return the number of rows."""
         return len(self._bounds)
 
-    def add_var(self, lower: float = 0.0, upper: float = INFINITY, *, binary: bool = False) -> Affine:
+    def add_var(
+        self, lower: float = 0.0, upper: float = INFINITY, *, binary: bool = False, decide_first: bool = False
+    ) -> Affine:
         """Add a variable and return it."""
         index = len(self.lower)
+        if decide_first:
+            self.decide_first.append(index)
         self.lower.append(lower)
         self.upper.append(1.0 if binary else upper)
         if binary:
@@ -120,10 +129,6 @@ class LinearModel:
     def add_equal(self, expression: Affine, bound: float = 0.0) -> None:
         """Add the row expression == bound."""
         self.add_at_most(expression, bound, equal=True)
-
-    def relax(self) -> "LinearModel":
-        """Return the same model with its binaries anywhere between 0 and 1."""
-        return replace(self, binary=[])
 
     def matrix(self) -> tuple[sparse.csr_array, np.ndarray, np.ndarray]:
         """Return (a, b, is_equal): rows a·x <= b, or == b where `is_equal`."""

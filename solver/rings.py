@@ -59,7 +59,8 @@ def add_buffer(
 ) -> Affine:
     """Add the size of as many equal buffers as exist, each of which holds the largest of its users.
 
-    A binary for every size says whether anyone needs it: without it the relaxation takes a fraction of every buffer.
+    A binary for every size says whether anyone needs it: to decide on these first tells the relaxation what the buffers
+    cost, which it would else take a fraction of.
 
     Args:
         users: (1 where it uses the buffers, size).
@@ -70,7 +71,7 @@ def add_buffer(
         return Affine()
     needed: list[tuple[Affine, float]] = []
     for size in sorted({size for _, size in wanted}):
-        need = model.add_var(binary=True)
+        need = model.add_var(binary=True, decide_first=True)
         for terms in {tuple(sorted(user.terms.items())): user for user, other in wanted if other == size}.values():
             model.add_at_least(need, terms)
         needed.append((need, size))
@@ -97,7 +98,7 @@ def add_counts(model: LinearModel, users: Sequence[Affine], counters: Sequence[A
         if len(present) <= m:
             counts.append(Affine())
             continue
-        count = model.add_var(binary=True)
+        count = model.add_var(binary=True, decide_first=True)
         model.add_at_least(count, counter)
         model.add_at_most(total(present) - count * (len(present) - m), float(m))
         counts.append(count)
