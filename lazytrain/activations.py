@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.homes import Homes
-from lazytrain.lanes import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE, Lanes, Ticket, Worker
+from lazytrain.lanes import D2H, H2D, NVME_READ, NVME_WRITE, Lanes, Ticket, Worker
 from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.slabs import allocate_slab
 
@@ -98,18 +98,11 @@ class Activations:
         return results, ticket
 
     def reserve(self, fetch_bytes: int) -> None:
-        """Make the fetch buffers at least this large; called between the sweeps, when none is in use.
-
-        The allocator hands out memory that queued compute may still use (its own stream is in order, the copy stream is
-        not): the first fetches wait for all compute that was queued before.
-        """
+        """Make the fetch buffers at least this large; called between the sweeps, when none is in use."""
         if fetch_bytes and (not self._fetch_buffers or self._fetch_buffers[0].numel() < fetch_bytes):
             self._fetch_buffers = []
-            with self._lanes.span(COMPUTE, "reserve", "fetch buffers") as self._reserved:
-                self._fetch_buffers = [
-                    torch.empty(fetch_bytes, dtype=torch.uint8, device=self._lanes.device)
-                    for _ in range(NUM_FETCH_BUFFERS)
-                ]
+            made = self._lanes.make_copy_buffers(NUM_FETCH_BUFFERS, fetch_bytes, torch.uint8)
+            self._fetch_buffers, self._reserved = made
 
     def _fetch_buffer(self, turn: int, num_bytes: int) -> Tensor:
         assert num_bytes <= self._fetch_buffers[0].numel(), "reserve() was called for less"

@@ -39,21 +39,19 @@ class Arrivals:
 
     def __init__(self, homes: Homes, prefetch_depth: int, lanes: Lanes, writer: Worker) -> None:
         self._homes, self._lanes, self._writer = homes, lanes, writer
-        streamed = [h for h in homes.units if h.is_streamed and h.has_params]
+        streamed = [h for h in homes.units if h.plan.is_streamed and h.has_params]
         self.ring_index = {home.index: j for j, home in enumerate(streamed)}
         self.num_slots = min(prefetch_depth, len(streamed))
-        self._slots = [
-            torch.empty(max(h.layout.numel for h in streamed), dtype=homes.dtype, device=lanes.device)
-            for _ in range(self.num_slots)
-        ]
+        numel = max((h.layout.numel for h in streamed), default=0)
+        self._slots, made = lanes.make_copy_buffers(self.num_slots, numel, homes.dtype)
         self._slot_owner: list[int | None] = [None] * self.num_slots
-        self._slot_use: list[Ticket | None] = [None] * self.num_slots
+        self._slot_use: list[Ticket | None] = [made] * self.num_slots
         self._slot_out: list[Ticket | None] = [None] * self.num_slots
         visiting = [h for h in homes.units if self.needs_buffer(h)]
         size = max((self._buffer_bytes(h) for h in visiting), default=0)
         count = min(NUM_UPDATE_BUFFERS, len(visiting))
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=lanes.device) for _ in range(count)]
-        self._buffer_out: list[Ticket | None] = [None] * count
+        self._buffers, made = lanes.make_copy_buffers(count, size, torch.uint8)
+        self._buffer_out: list[Ticket | None] = [made] * count
         self._copied: dict[str, Ticket] = {}
         self._staging_write: dict[str, Future[Any]] = {}
         self._buffer_index = {home.index: i % NUM_UPDATE_BUFFERS for i, home in enumerate(visiting)}
@@ -61,7 +59,7 @@ class Arrivals:
     @staticmethod
     def needs_buffer(home: UnitHome) -> bool:
         """Return whether a unit's states come to the device for its update."""
-        return home.has_params and home.plan.update == "device" and home.plan.states != "device"
+        return home.has_params and home.plan.moves_states
 
     def slot_of(self, home: UnitHome) -> int | None:
         """Return the ring slot of a streamed unit."""
@@ -132,7 +130,7 @@ class Arrivals:
             update_unit_into(layout, arrival.weights, state, grads, coef=pending.coef, hyper=pending.hyper)
         home.grads_device = None
         pending.finish(home)
-        if home.is_streamed:
+        if home.plan.is_streamed:
             out = self._send(home, "weights", arrival.weights, done)
             assert arrival.slot is not None
             self._slot_out[arrival.slot] = home.weights_out = out

@@ -13,11 +13,11 @@ from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetr
 from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
 from lazytrain.gradients import GradientSink, norm_of_squares
-from lazytrain.homes import FillUnit, build_homes, owned_params
+from lazytrain.homes import FillUnit, build_homes
 from lazytrain.lanes import COMPUTE, Lanes, Worker
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.programs import ProgramCache
-from lazytrain.solver.plan import Plan, UnitPlan
+from lazytrain.solver.plan import Plan
 from lazytrain.spill import SpillStore
 from lazytrain.sweep import Sweep
 from lazytrain.updates import PendingUpdate, start_cpu_updates
@@ -42,15 +42,12 @@ class Engine:
         self.model, self.settings, self.plan = model, settings, plan
         self.device, self.dtype = device, dtype
         self.lanes = Lanes(device)
-        everything = (plan.embed, *plan.blocks, plan.head)
-        spills = any(_uses_nvme(unit) for unit in everything)
-        updates_on_cpu = any(unit.update == "cpu" for unit in everything)
+        spills = any(unit.uses_nvme for unit in plan.units)
+        updates_on_cpu = any(unit.update == "cpu" for unit in plan.units)
         self.loader = Worker("loader", threaded=spills or (updates_on_cpu and self.lanes.is_cuda))
         self.writer = Worker("writer", threaded=spills)
         self.updater = Worker("updater", threaded=updates_on_cpu)
         self.spill = SpillStore(spill_dir) if spills and spill_dir is not None else None
-        if self.spill is not None:
-            self.spill.reserve(_spill_sizes(model, plan, settings, dtype))
         self.homes = build_homes(
             model, plan, settings, fill=fill, dtype=dtype, lanes=self.lanes, spill=self.spill, progress=progress
         )
@@ -117,7 +114,7 @@ class Engine:
         with torch.no_grad():
             if pending is not None:
                 for home in self.homes.units:
-                    if pending.is_due(home) and home.has_params:
+                    if pending.is_due(home):
                         arrival = self.arrivals.bring(home, pending)
                         self.arrivals.update_on_load(arrival, pending)
             for home in self.homes.units:
@@ -140,7 +137,7 @@ class Engine:
             pass
         if unit is self.model.head:
             return self.sweep.head_params(), False
-        return home.layout.views(arrival.weights), home.is_streamed
+        return home.layout.views(arrival.weights), home.plan.is_streamed
 
     def close(self) -> None:
         """Finish pending work and end the threads."""
@@ -174,17 +171,3 @@ def split_batch(batch: Batch, num_microbatches: int) -> Sequence[dict[str, Tenso
     num_parts = max(1, min(num_microbatches, num_rows))
     pieces = {name: value.tensor_split(num_parts) for name, value in batch.items()}
     return [{name: piece[i] for name, piece in pieces.items()} for i in range(num_parts)]
-
-
-def _spill_sizes(model: Model, plan: Plan, settings: AdamWSettings, dtype: torch.dtype) -> list[int]:
-    """Return the file sizes of what lives on NVMe, and room for the two that may be written anew at once."""
-    sizes = []
-    for unit, unit_plan in zip(model.units, (plan.embed, *plan.blocks, plan.head), strict=True):
-        layout = settings.layout(owned_params(model, unit), dtype)
-        sizes += [layout.weight_bytes] if unit_plan.weights == "nvme" else []
-        sizes += [layout.state_bytes] if unit_plan.states == "nvme" else []
-    return sizes + [max(sizes, default=0)] * (2 if sizes else 0)
-
-
-def _uses_nvme(unit: UnitPlan) -> bool:
-    return "nvme" in (unit.weights, unit.states, unit.residuals, unit.boundary)

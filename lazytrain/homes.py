@@ -4,7 +4,7 @@ A home is host RAM (a pinned slab of exact size), the device (resident) or NVMe 
 Nothing here moves data on its own but `load_unit` at the start and the readers at the end: the sweep does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +42,6 @@ class UnitHome:
     weights_out: Ticket | None = None  # the d2h copy that last wrote `weights_host`
     grads_out: Ticket | None = None
     cpu_update: Future[Any] | None = None  # the running update of this unit on the CPU
-
-    @property
-    def is_streamed(self) -> bool:
-        """Return whether the working weights come through the ring of slots."""
-        return self.plan.weights != "device"
 
     @property
     def has_params(self) -> bool:
@@ -138,17 +133,27 @@ def build_homes(
     progress: Callable[[str], None] | None = None,
 ) -> Homes:
     """Allocate every unit's home and write its initial weights and states there, one unit at a time."""
-    unit_plans = (plan.embed, *plan.blocks, plan.head)
-    homes = Homes(units=[], spill=spill, lanes=lanes, dtype=dtype)
-    for index, (unit, unit_plan) in enumerate(zip(model.units, unit_plans, strict=True)):
-        layout = settings.layout(owned_params(model, unit), dtype)
-        home = UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan)
-        homes.units.append(home)
+    layouts = [settings.layout(owned_params(model, unit), dtype) for unit in model.units]
+    units = [
+        UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan)
+        for index, (unit, layout, unit_plan) in enumerate(zip(model.units, layouts, plan.units, strict=True))
+    ]
+    homes = Homes(units=units, spill=spill, lanes=lanes, dtype=dtype)
+    if spill is not None:
+        spill.reserve(_spill_sizes(units))
+    for home in units:
         if home.has_params:
             load_unit(homes, home, fill)
         if progress is not None:
-            progress(unit.name)
+            progress(home.unit.name)
     return homes
+
+
+def _spill_sizes(units: Sequence[UnitHome]) -> list[int]:
+    """Return the file sizes of what lives on NVMe, and room for the two that may be written anew at once."""
+    sizes = [home.layout.weight_bytes for home in units if home.plan.weights == "nvme"]
+    sizes += [home.layout.state_bytes for home in units if home.plan.states == "nvme"]
+    return sizes + [max(sizes, default=0)] * (2 if sizes else 0)
 
 
 def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:
@@ -156,13 +161,13 @@ def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:
     plan, layout, device = home.plan, home.layout, homes.lanes.device
     pin = homes.lanes.is_cuda
     keeps_host_weights = plan.weights == "host" or (plan.weights == "device" and plan.update == "cpu")
-    if keeps_host_weights and home.weights_host is None:
+    if keeps_host_weights:
         home.weights_host = allocate_slab(layout.weight_bytes, pin=pin, name=f"{home.unit.name} weights").view(
             layout.dtype
         )
-    if plan.states == "host" and home.state_host is None:
+    if plan.states == "host":
         home.state_host = allocate_slab(layout.state_bytes, pin=pin, name=f"{home.unit.name} states")
-    if plan.grads == "host" and home.grads_host is None:
+    if plan.grads == "host":
         home.grads_host = allocate_slab(layout.weight_bytes, pin=pin, name=f"{home.unit.name} grads").view(layout.dtype)
     weights = home.weights_host if home.weights_host is not None else torch.empty(layout.numel, dtype=layout.dtype)
     state = home.state_host if home.state_host is not None else torch.empty(layout.state_bytes, dtype=torch.uint8)
@@ -175,18 +180,3 @@ def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:
         homes.write(home, "weights", weights)
     if plan.states == "nvme":
         homes.write(home, "state", state)
-
-
-def weights_by_name(homes: Homes, tied: Mapping[str, str]) -> Callable[[str], Tensor]:
-    """Return a reader: full tensor name -> current working weight on the CPU, one unit at a time in memory."""
-    where = {place.full_name: (home, place) for home in homes.units for place in home.layout.places}
-    held: dict[int, Tensor] = {}
-
-    def read(full_name: str) -> Tensor:
-        home, place = where[tied.get(full_name, full_name)]
-        if home.index not in held:
-            held.clear()
-            held[home.index] = homes.weights_slab(home)
-        return held[home.index][place.offset : place.offset + place.numel].view(place.shape)
-
-    return read

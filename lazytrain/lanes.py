@@ -87,6 +87,16 @@ class Lanes:
         if start is not None:
             self._note(queue, name, unit, start, ticket.event)
 
+    def make_copy_buffers(self, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Ticket]:
+        """Return device buffers for a copy queue to write to, and the ticket that the first copies must wait for.
+
+        The allocator hands out memory that queued compute may still use: its own stream is in order, a copy stream is
+        not.
+        """
+        with self.span(COMPUTE, "reserve", "copy buffers") as ticket:
+            buffers = [torch.empty(numel, dtype=dtype, device=self.device) for _ in range(count)]
+        return buffers, ticket
+
     def copy_into(self, target: Tensor, source: Tensor, queue: str) -> None:
         """Copy `source` into `target` (same shape and dtype) without waiting; call it inside a span of `queue`."""
         target.copy_(source, non_blocking=True)

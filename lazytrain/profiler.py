@@ -160,8 +160,6 @@ def _profile_point(
     program: BlockPrograms, index: int, params: Params, x_btd: Tensor, ctx: Context, dy_btd: Tensor, timer: Timer
 ) -> ResidualPoint:
     def forward() -> Any:
-        if index == 0:
-            return program.forward(params, x_btd, ctx), ()
         return program.forward_keep(index, params, x_btd, ctx)
 
     residuals = forward()[1]

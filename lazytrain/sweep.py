@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from lazytrain.activations import Activations, Packed
+from lazytrain.activations import NUM_FETCH_BUFFERS, Activations, Packed
 from lazytrain.arrivals import Arrival, Arrivals
 from lazytrain.base import Batch, Context, Model, Params, Unit
 from lazytrain.gradients import GradientSink
@@ -25,7 +25,6 @@ from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.updates import PendingUpdate
 
 NUM_OFFLOADS_IN_FLIGHT = 2
-NUM_FETCH_TURNS = 2
 
 
 @dataclass(kw_only=True)
@@ -67,7 +66,7 @@ class Sweep:
         stash, xs = Stash(), []
         for position, home in enumerate(homes):
             arrival = prefetch.take(position)
-            if pending is not None and pending.is_due(home) and home.has_params:
+            if pending is not None and pending.is_due(home):
                 self.arrivals.update_on_load(arrival, pending)
             if position == 0:
                 with self.lanes.span(COMPUTE, "embed", home.unit.name, [arrival.ticket]) as done:
@@ -137,7 +136,7 @@ class Sweep:
             sink.deliver(blocks[i], done)
             self.arrivals.used(arrival, done)
             if turn is not None:
-                self._fetch_use[turn % NUM_FETCH_TURNS] = done
+                self._fetch_use[turn % NUM_FETCH_BUFFERS] = done
             prefetch.launched(position)
         self._backward_embed(cotangents, batches, sink)
 
@@ -162,14 +161,9 @@ class Sweep:
         with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, oldest]) as done:
             for x_btd, ctx in zip(xs, contexts):
                 program = self.programs.get(home.unit.kind, home.unit.fn, params, x_btd, ctx, layout=home.layout)
-                point = self._point(home, program)
-                if point == 0:
-                    outputs.append(program.forward(params, x_btd, ctx))
-                    residuals.append(())
-                else:
-                    y_btd, kept = program.forward_keep(point, params, x_btd, ctx)
-                    outputs.append(y_btd)
-                    residuals.append(kept)
+                y_btd, kept = program.forward_keep(self._point(home, program), params, x_btd, ctx)
+                outputs.append(y_btd)
+                residuals.append(kept)
                 programs.append(program)
         stash.programs[i] = programs
         self._stash_away(i, home, xs, residuals, stash, done)
@@ -225,7 +219,7 @@ class Sweep:
         slots = [self.arrivals.slot_of(blocks[i]) for i in order]
         fetching = [i for i in order if i in stash.packs]
         turns = {i: turn for turn, i in enumerate(fetching)}
-        buffers = [turns[i] % NUM_FETCH_TURNS if i in turns else None for i in order]
+        buffers = [turns[i] % NUM_FETCH_BUFFERS if i in turns else None for i in order]
         jobs = []
         for position, i in enumerate(order):
             needs = max(last_user(slots, position), last_user(buffers, position))
@@ -240,7 +234,7 @@ class Sweep:
         if turn is None:
             return arrival, {}, None, None
         named = stash.packs.pop(i)
-        free = self._fetch_use.get(turn % NUM_FETCH_TURNS)
+        free = self._fetch_use.get(turn % NUM_FETCH_BUFFERS)
         tensors, ticket = self.activations.fetch([pack for _, pack in named], turn, home.unit.name, free)
         return arrival, {name: kept for (name, _), kept in zip(named, tensors)}, ticket, turn
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lazytrain.base import Batch, Model, Params, StepMetrics, Unit
 from lazytrain.engine import Engine
 from lazytrain.errors import ConfigError, PlanError, StateConsumedError
-from lazytrain.homes import FillUnit, TensorSource, UnitHome, weights_by_name
+from lazytrain.homes import FillUnit, TensorSource, UnitHome
 from lazytrain.optimizer import Optimizer, init_unit_into
 from lazytrain.programs import ProgramCache
 from lazytrain.solver.plan import Plan
@@ -180,10 +180,11 @@ def read_params(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """
     engine = live_engine(state)
     engine.finish_updates()
-    read = weights_by_name(engine.homes, {})
     for home in engine.homes.units:
-        for place in home.layout.places:
-            yield place.full_name, read(place.full_name)
+        if home.has_params:
+            weights = engine.homes.weights_slab(home)
+            for place in home.layout.places:
+                yield place.full_name, weights[place.offset : place.offset + place.numel].view(place.shape)
 
 
 def unit_params(state: TrainState, unit: Unit) -> Params:
@@ -224,8 +225,7 @@ def check_plan(model: Model, plan: Plan, spill_dir: Path | None) -> None:
     for name, unit in (("embed", plan.embed), ("head", plan.head)):
         if unit.weights != "device":
             raise PlanError(f"plan: {name}.weights is {unit.weights!r}; embed and head live on the device.")
-    everything = (plan.embed, *plan.blocks, plan.head)
-    if spill_dir is None and any("nvme" in (u.weights, u.states, u.residuals, u.boundary) for u in everything):
+    if spill_dir is None and any(unit.uses_nvme for unit in plan.units):
         raise PlanError("the plan puts data on NVMe, but no spill_dir is given. Name a directory on a local NVMe disk.")
 
 

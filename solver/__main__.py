@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     played = simulate(problem, result.plan)
     print(format_plan(problem, result.plan))
     print(format_prediction(problem, result.plan, played))
-    print(format_baselines(list_baselines(problem), played.step_ms))
+    print(format_baselines(result.baselines, played.step_ms))
     if options.json is not None:
         try:
             result.plan.save(options.json)

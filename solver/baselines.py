@@ -5,13 +5,13 @@ run, where boundaries wait, what the spare device memory holds); the best varian
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, list_keeps, list_lanes, make_unit_plan
 from lazytrain.solver.memory import account, find_shortage
-from lazytrain.solver.plan import DEVICE, HOST, Plan, UnitPlan
+from lazytrain.solver.plan import DEVICE, HOST, Plan, UnitPlan, make_plan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate_step_ms
 
@@ -48,19 +48,6 @@ def list_baselines(problem: Problem, *, num_random: int = NUM_RANDOM) -> list[Ba
 def fits(problem: Problem, plan: Plan) -> bool:
     """Return whether a plan fits in every tier."""
     return not find_shortage(problem, account(problem, plan))
-
-
-def make_plan(problem: Problem, units: Sequence[UnitPlan], prefetch_depth: int) -> Plan:
-    """Return the units' decisions, in forward order, as a plan."""
-    return Plan(
-        model=problem.model,
-        num_microbatches=problem.num_microbatches,
-        prefetch_depth=prefetch_depth,
-        embed=units[0],
-        blocks=tuple(units[1:-1]),
-        head=units[-1],
-        problem_digest=problem.digest,
-    )
 
 
 def _best(problem: Problem, name: str, plans: Iterator[Plan]) -> Baseline | None:

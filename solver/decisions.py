@@ -16,7 +16,7 @@ from lazytrain.solver.choices import (
     make_unit_plan,
 )
 from lazytrain.solver.linear import Affine, LinearModel, total
-from lazytrain.solver.plan import DEVICE, Plan, UnitPlan
+from lazytrain.solver.plan import DEVICE, Plan, UnitPlan, make_plan
 from lazytrain.solver.problem import Problem, UnitCost
 
 NUM_FREE_FIRST, NUM_FREE_LAST = 2, 3
@@ -71,16 +71,7 @@ def add_choices(model: LinearModel, problem: Problem, *, period: int | None) -> 
 
 def read_plan(problem: Problem, choices: tuple[UnitChoice, ...], x: np.ndarray, prefetch_depth: int) -> Plan:
     """Return the plan that a solution stands for."""
-    units = [choice.read(x) for choice in choices]
-    return Plan(
-        model=problem.model,
-        num_microbatches=problem.num_microbatches,
-        prefetch_depth=prefetch_depth,
-        embed=units[0],
-        blocks=tuple(units[1:-1]),
-        head=units[-1],
-        problem_digest=problem.digest,
-    )
+    return make_plan(problem, [choice.read(x) for choice in choices], prefetch_depth)
 
 
 def _tie_key(problem: Problem, u: int, period: int | None) -> Hashable:

@@ -12,7 +12,7 @@ A plan is saved as JSON, one line for a run of equal blocks, so that a person ca
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -55,6 +55,11 @@ class UnitPlan:
     def moves_states(self) -> bool:
         """Return whether the states come to the device for the update and leave it again."""
         return self.update == DEVICE and self.states != DEVICE
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Return whether anything of the unit lives on NVMe or is spilled there."""
+        return NVME in (self.weights, self.states, self.residuals, self.boundary)
 
     def contradiction(self) -> tuple[str, str] | None:
         """Return (field, reason) of the first rule that the decisions break, or None."""
@@ -170,6 +175,19 @@ class Plan:
             raise PlannerError(f"{path} can't be read as a plan: {error}") from error
         except PlannerError as error:
             raise PlannerError(f"{path}: {error}") from error
+
+
+def make_plan(problem: Problem, units: Sequence[UnitPlan], prefetch_depth: int) -> Plan:
+    """Return the units' decisions, in forward order, as a plan."""
+    return Plan(
+        model=problem.model,
+        num_microbatches=problem.num_microbatches,
+        prefetch_depth=prefetch_depth,
+        embed=units[0],
+        blocks=tuple(units[1:-1]),
+        head=units[-1],
+        problem_digest=problem.digest,
+    )
 
 
 def find_runs(blocks: tuple[UnitPlan, ...]) -> Iterator[tuple[int, int, UnitPlan]]:

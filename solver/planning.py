@@ -8,18 +8,18 @@ the solver says, the plan is simulated, and the answer is never worse than the b
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_model
-from lazytrain.solver.baselines import Baseline, list_baselines, make_plan
+from lazytrain.solver.baselines import Baseline, fits, list_baselines
 from lazytrain.solver.choices import Keep, Lane, list_boundaries, list_lanes, make_unit_plan
 from lazytrain.solver.errors import SolverUnavailableError
 from lazytrain.solver.memory import GIB, account, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
-from lazytrain.solver.plan import DEVICE, Plan
+from lazytrain.solver.plan import DEVICE, Plan, make_plan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate, simulate_step_ms
 
@@ -42,12 +42,14 @@ class Result:
             "fallback" (a baseline: no solver, or nothing better was found), "infeasible".
         message: for people; where infeasible, what is missing per tier and what would make it fit.
         statistics: solver, seconds, gap, bound_ms, num_nodes, baseline and its step.
+        baselines: those that fit, the fastest first.
     """
 
     plan: Plan | None
     code: str
     message: str
     statistics: dict[str, Any] = field(default_factory=dict)
+    baselines: tuple[Baseline, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -104,7 +106,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
         return Result(
             plan=None, code="infeasible", message=explain_infeasible(problem), statistics={"seconds": seconds}
         )
-    return _finish(search, first, solvers[0] if solvers else "none", seconds, gap)
+    return _finish(search, baselines, solvers[0] if solvers else "none", seconds, gap)
 
 
 def explain_infeasible(problem: Problem) -> str:
@@ -143,8 +145,9 @@ def _leanest_plans(problem: Problem) -> Iterator[Plan]:
                 yield make_plan(problem, units, min(problem.prefetch_depths))
 
 
-def _finish(search: _Search, first: Baseline | None, solver: str, seconds: float, gap: float) -> Result:
+def _finish(search: _Search, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:
     assert search.best is not None
+    first = baselines[0] if baselines else None
     relative = None
     if set(search.bounds_ms) == set(search.problem.prefetch_depths):
         relative = max(0.0, 1 - min(search.bounds_ms.values()) / search.best_ms)
@@ -164,7 +167,8 @@ def _finish(search: _Search, first: Baseline | None, solver: str, seconds: float
     statistics["status"] = code
     plan = search.best.with_prediction(simulate(search.problem, search.best).predicted, **statistics)
     text = "no proven bound" if relative is None else f"at most {relative:.1%} from the best tied plan"
-    return Result(plan=plan, code=code, message=f"{search.source}, {text}, {seconds:.1f} s", statistics=statistics)
+    message = f"{search.source}, {text}, {seconds:.1f} s"
+    return Result(plan=plan, code=code, message=message, statistics=statistics, baselines=tuple(baselines))
 
 
 def _searches(problem: Problem) -> Iterator[tuple[int | None, int]]:
@@ -194,8 +198,8 @@ def _improve(search: _Search, period: int | None, depth: int, limits: Limits, so
         search.bounds_ms[depth] = outcome.bound
     if outcome.x is None:
         return
-    plan = replace(milp.read(outcome.x), prefetch_depth=depth)
-    if find_shortage(problem, account(problem, plan)):
+    plan = milp.read(outcome.x)
+    if not fits(problem, plan):
         search.tried.append(f"{label}: its plan does not fit by the memory account, dropped")
         return
     step_ms = simulate_step_ms(problem, plan)

@@ -13,13 +13,13 @@ from scipy.optimize import linprog
 
 from lazytrain.solver import planning
 from lazytrain.solver.backends import Limits, solve_model
-from lazytrain.solver.baselines import list_baselines, make_plan
+from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
 from lazytrain.solver.draft import Scale
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
-from lazytrain.solver.plan import Plan, UnitPlan
+from lazytrain.solver.plan import Plan, UnitPlan, make_plan
 from lazytrain.solver.planning import solve
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate, simulate_step_ms
