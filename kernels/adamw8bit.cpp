@@ -17,11 +17,12 @@
 
 namespace {
 
-constexpr int ABI_VERSION = 1;
+constexpr int ABI_VERSION = 2;
 constexpr int GROUP = 128;
 constexpr int PAD = 32;            // math runs on whole multiples of this many lanes
 constexpr int SQUARE_LANES = 1024;  // norm.py: lanes of a tile
 constexpr int SQUARE_ROWS = 64;     // norm.py: rows of a tile
+constexpr int SQUARE_TILES = 16;    // norm.py: tiles of a slab
 constexpr uint32_t GROUP_STEP = 0xC13FA9A9u;
 const float DECODE_M = static_cast<float>(1.0 / 16129.0);
 const float DECODE_R = static_cast<float>(1.0 / 255.0);
@@ -289,27 +290,30 @@ void lt_dequantize(const int8_t* m_q, const float* m_scale, const uint8_t* v_q, 
   });
 }
 
-// One double a tile of 64 x 1024 elements.
-void lt_square_tiles(int kind, const void* x, int64_t numel, int64_t begin, int64_t end, double* tiles) {
+// 1024 doubles a slab of 16 tiles of 64 x 1024 elements.
+void lt_square_slabs(int kind, const void* x, int64_t numel, int64_t begin, int64_t end, double* slabs) {
   alignas(64) float sums[SQUARE_LANES], row[SQUARE_LANES];
-  alignas(64) double lanes[SQUARE_LANES];
-  for (int64_t tile = begin; tile < end; ++tile) {
-    std::memset(sums, 0, sizeof sums);
-    for (int i = 0; i < SQUARE_ROWS; ++i) {
-      const int64_t at = (tile * SQUARE_ROWS + i) * SQUARE_LANES;
-      if (at >= numel) break;
-      const int count = numel - at < SQUARE_LANES ? static_cast<int>(numel - at) : SQUARE_LANES;
-      load_floats(kind, x, at, count, row);
-      for (int j = 0; j < count; ++j) sums[j] += row[j] * row[j];
+  for (int64_t slab = begin; slab < end; ++slab) {
+    double* lanes = slabs + slab * SQUARE_LANES;
+    std::memset(lanes, 0, SQUARE_LANES * sizeof(double));
+    for (int64_t tile = slab * SQUARE_TILES; tile < (slab + 1) * SQUARE_TILES; ++tile) {
+      std::memset(sums, 0, sizeof sums);
+      for (int i = 0; i < SQUARE_ROWS; ++i) {
+        const int64_t at = (tile * SQUARE_ROWS + i) * SQUARE_LANES;
+        if (at >= numel) break;
+        const int count = numel - at < SQUARE_LANES ? static_cast<int>(numel - at) : SQUARE_LANES;
+        load_floats(kind, x, at, count, row);
+        for (int j = 0; j < count; ++j) sums[j] += row[j] * row[j];
+      }
+      for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] += sums[j];
     }
-    for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] = sums[j];
-    tiles[tile] = fold(lanes);
   }
 }
 
-double lt_square_total(const double* tiles, int64_t num_tiles) {
+double lt_square_total(const double* slabs, int64_t num_slabs) {
   alignas(64) double lanes[SQUARE_LANES] = {};
-  for (int64_t i = 0; i < num_tiles; ++i) lanes[i % SQUARE_LANES] += tiles[i];
+  for (int64_t i = 0; i < num_slabs; ++i)
+    for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] += slabs[i * SQUARE_LANES + j];
   return fold(lanes);
 }
 

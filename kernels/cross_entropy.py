@@ -63,14 +63,12 @@ def _add_product_into(out_vd: Tensor, dlogits_cv: Tensor, h_cd: Tensor) -> None:
     if out_vd.dtype == dlogits_cv.dtype:
         out_vd.addmm_(dlogits_cv.T, h_cd)
         return
+    if dlogits_cv.is_cuda:
+        torch.addmm(out_vd, dlogits_cv.T, h_cd, out_dtype=out_vd.dtype, out=out_vd)
+        return
     step = max(1, SLAB_BYTES // (4 * max(1, h_cd.shape[1])))
     for v in range(0, out_vd.shape[0], step):
-        dlogits_vc = dlogits_cv[:, v : v + step].T
-        if dlogits_cv.is_cuda:
-            product = torch.mm(dlogits_vc, h_cd, out_dtype=torch.float32)
-        else:
-            product = dlogits_vc.float() @ h_cd.float()
-        out_vd[v : v + step].add_(product)
+        out_vd[v : v + step].add_(dlogits_cv[:, v : v + step].T.float() @ h_cd.float())
 
 
 def _check(h_nd: Tensor, w_vd: Tensor, targets_n: Tensor, chunk: int, ignore_index: int) -> None:
@@ -114,8 +112,8 @@ def linear_cross_entropy_grads(
         w's dtype, summed over chunks in fp32 and rounded once).
 
     Memory in bytes, for bf16: logits 2 c v (the CPU takes about 14 c v); dh 2 n d; dw 2 v d for one chunk and 6 v d
-        for more (the fp32 sum and the result), nothing with grad_w_into; up to 256 MiB for a product that is added to
-        an fp32 sum.
+        for more (the fp32 sum and the result), nothing with grad_w_into; on the CPU up to 256 MiB for a product that is
+        added to an fp32 sum.
 
     Raises:
         ValueError: a shape or dtype differs from the above or, on the CPU, a target is outside the vocabulary (on CUDA

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("adamw8bit.cpp")
-ABI_VERSION = 1
+ABI_VERSION = 2
 # No contraction and no fast-math: bits must equal those of the reference. The others only let loops vectorise.
 BASE_FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared"),
@@ -47,7 +47,7 @@ SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "lt_adamw": ((Int, Int, *[Pointer] * 5, Long, Long, Long, Pointer), None),
     "lt_quantize": ((*[Pointer] * 6, Long, Long, Long, UInt), None),
     "lt_dequantize": ((*[Pointer] * 6, Long, Long, Long), None),
-    "lt_square_tiles": ((Int, Pointer, Long, Long, Long, Pointer), None),
+    "lt_square_slabs": ((Int, Pointer, Long, Long, Long, Pointer), None),
     "lt_square_total": ((Pointer, Long), ctypes.c_double),
 }
 

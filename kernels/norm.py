@@ -1,14 +1,17 @@
 """Sum of squares of gradients, for global clipping: in one pass, without a host synchronisation, in a fixed order.
 
-A flat tensor is cut in tiles of 64 rows of 1024 lanes, filled up with zeros.
+A flat tensor is cut in tiles of 64 rows of 1024 lanes, filled up with zeros; 16 tiles are a slab.
 
     lane j of a tile    a_j = sum over the 64 rows of fl(x^2), one after the other, in fp32
-    tile                fold of the 1024 a_j in fp64
-    total               lane j: sum of the tiles j, j + 1024, ... in fp64, one after the other; then fold
-    fold                adjacent pairs are added until one is left: ((x0 + x1) + (x2 + x3)) + ...
+    lane j of a slab    b_j = sum over the 16 tiles of a_j, one after the other, in fp64
+    total               c_j = sum over the slabs of b_j, one after the other, in fp64; then fold
+    fold                adjacent pairs are added until one is left: ((c0 + c1) + (c2 + c3)) + ...
 
 The order is part of the definition, so the same gradients give the same bits on every device and with any number of
 threads. The error of the root is about 1e-8 relative (under 1e-6 for any input); squares over 3.4e38 give infinity.
+
+`add_into` finishes a sum of gradients over chunks: add in fp32, round once, and take the squares of what
+was written, in one pass over memory.
 
 Example:
     >>> square_sum(torch.tensor([3.0, 4.0]))
@@ -27,42 +30,36 @@ from lazytrain.kernels.codec import check_tensor
 LANES = 1024
 ROWS = 64
 TILE = ROWS * LANES
+SLAB_TILES = 16
+SLAB = SLAB_TILES * TILE
+FLOATS = (torch.bfloat16, torch.float32)
 
 
-def count_tiles(numel: int) -> int:
-    """Return how many tiles a tensor has."""
-    return -(-numel // TILE)
+def count_slabs(numel: int) -> int:
+    """Return how many slabs a tensor has."""
+    return -(-numel // SLAB)
 
 
-def _fold(lanes: Tensor) -> Tensor:
-    while lanes.shape[-1] > 1:
-        lanes = lanes[..., 0::2] + lanes[..., 1::2]
-    return lanes[..., 0]
-
-
-def reference_square_tiles(x: Tensor) -> Tensor:
-    """Return each tile's sum of squares, fp64 (tiles,), with plain torch operations."""
-    x_trl = pad(x.reshape(-1).float(), (0, -x.numel() % TILE)).view(-1, ROWS, LANES)
-    sums_tl = x_trl.new_zeros(x_trl.shape[0], LANES)
+def reference_square_slab(x: Tensor) -> Tensor:
+    """Return the lanes of one slab, fp64 (1024,), of at most SLAB elements, with plain torch operations."""
+    x_trl = pad(x.reshape(-1).float(), (0, SLAB - x.numel())).view(SLAB_TILES, ROWS, LANES)
+    sums_tl = x_trl.new_zeros(SLAB_TILES, LANES)
     for row in range(ROWS):
         sums_tl += x_trl[:, row] * x_trl[:, row]
-    return _fold(sums_tl.double())
-
-
-def reference_square_total(tiles_t: Tensor) -> Tensor:
-    """Return the sum over tiles, fp64 0-d."""
-    tiles_rl = pad(tiles_t, (0, -tiles_t.numel() % LANES)).view(-1, LANES)
-    sums_l = tiles_t.new_zeros(LANES)
-    for row_l in tiles_rl:
-        sums_l += row_l
-    return _fold(sums_l)
+    lanes_l = torch.zeros(LANES, dtype=torch.float64, device=x.device)
+    for tile_l in sums_tl.double():
+        lanes_l += tile_l
+    return lanes_l
 
 
 def reference_square_sum(x: Tensor) -> Tensor:
     """Do `square_sum` with plain torch operations: the truth that the kernels must meet bit by bit."""
-    pieces = x.reshape(-1).split(16 * TILE) if x.numel() else ()  # bounds the working memory
-    tiles = [reference_square_tiles(piece) for piece in pieces]
-    return reference_square_total(torch.cat(tiles) if tiles else torch.zeros(0, dtype=torch.float64))
+    lanes_l = torch.zeros(LANES, dtype=torch.float64, device=x.device)
+    for piece in x.reshape(-1).split(SLAB) if x.numel() else ():
+        lanes_l += reference_square_slab(piece)
+    while lanes_l.shape[-1] > 1:
+        lanes_l = lanes_l[0::2] + lanes_l[1::2]
+    return lanes_l[0]
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -74,7 +71,7 @@ def square_sum(x: Tensor) -> Tensor:
     Returns:
         fp64, 0-d, on x's device; on CUDA the host does not wait.
 
-    Memory: 8 bytes for 65,536 elements.
+    Memory: 4 KiB for 65,536 elements on CUDA, 8 KiB for a million on the CPU.
 
     Raises:
         ValueError: another dtype, or gaps: pass `.contiguous()`.
@@ -99,22 +96,55 @@ def square_sum_into(x: Tensor, out: Tensor) -> None:
         >>> slots
         tensor([0., 5.], dtype=torch.float64)
     """
-    check_tensor("x", x, (torch.bfloat16, torch.float32), x.numel(), x.device)
+    check_tensor("x", x, FLOATS, x.numel(), x.device)
     check_tensor("out", out, (torch.float64,), 1, x.device)
     if x.is_cuda:
-        from lazytrain.kernels.norm_triton import square_sum_triton_into
+        from lazytrain.kernels.norm_triton import sum_triton_into
 
-        square_sum_triton_into(x, out)
+        sum_triton_into(None, x, None, out)
         return
     library = native.load()
     if library is None:
         out.copy_(reference_square_sum(x).view_as(out))
         return
-    num_tiles, kind = count_tiles(x.numel()), int(x.dtype == torch.bfloat16)
-    tiles = (ctypes.c_double * num_tiles)()
+    num_slabs, kind = count_slabs(x.numel()), int(x.dtype == torch.bfloat16)
+    slabs = (ctypes.c_double * (num_slabs * LANES))()
 
     def run(begin: int, end: int) -> None:
-        library.lt_square_tiles(kind, x.data_ptr(), x.numel(), begin, end, tiles)
+        library.lt_square_slabs(kind, x.data_ptr(), x.numel(), begin, end, slabs)
 
-    native.run_ranges(num_tiles, run, min_items=16)
-    out.fill_(library.lt_square_total(tiles, num_tiles))
+    native.run_ranges(num_slabs, run, min_items=1)
+    out.fill_(library.lt_square_total(slabs, num_slabs))
+
+
+def add_into(out: Tensor, x: Tensor, y: Tensor | None = None, *, square: Tensor | None = None) -> None:
+    """Write x + y, or x alone, into `out`: added in fp32 and rounded once, to nearest even.
+
+    Args:
+        out: flat, bf16 or fp32; it may be x or y itself.
+        x, y: flat, bf16 or fp32, as long as `out`.
+        square: one fp64 element that gets the sum of squares of what was written; None = not wanted.
+
+    Raises:
+        ValueError: another dtype or length, or gaps.
+
+    Example:
+        >>> total = torch.tensor([1.0, 2.0])
+        >>> add_into(total, total, torch.tensor([3.0, 4.0]).bfloat16())
+        >>> total
+        tensor([4., 6.])
+    """
+    for name, tensor in (("out", out), ("x", x), ("y", x if y is None else y)):
+        check_tensor(name, tensor, FLOATS, out.numel(), out.device)
+    if square is not None:
+        check_tensor("square", square, (torch.float64,), 1, out.device)
+    if out.is_cuda:
+        from lazytrain.kernels.norm_triton import sum_triton_into
+
+        sum_triton_into(out, x, y, square)
+        return
+    for first in range(0, out.numel(), SLAB):
+        at = slice(first, first + SLAB)
+        out[at].copy_(x[at] if y is None else x[at].float() + y[at].float())
+    if square is not None:
+        square_sum_into(out, square)

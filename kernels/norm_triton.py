@@ -1,7 +1,8 @@
-"""Triton kernels of the sum of squares; definition and reference: norm.py.
+"""Triton kernels of the sum of squares, and of sums of gradients with it; definition and reference: norm.py.
 
-Sums over lanes are explicit trees of adjacent pairs (reshape and split), because the order inside `tl.sum` depends on
-the layout that the compiler chose.
+The loop over rows loads eight before it writes or adds any, to have enough reads in flight. The one sum over lanes,
+at the end, is an explicit tree of adjacent pairs (reshape and split), because the order inside `tl.sum` depends on the
+layout that the compiler chose.
 """
 
 import torch
@@ -9,9 +10,97 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lazytrain.kernels.norm import LANES, ROWS, count_tiles
+from lazytrain.kernels.norm import LANES, ROWS, SLAB_TILES, TILE, count_slabs
 
-EXACT = {"enable_fp_fusion": False, "num_warps": 8}
+EXACT = {"enable_fp_fusion": False}
+NONE, BF16, FP32 = 0, 1, 2  # what a pointer of the kernel leads to
+SLAB_LANES = 128  # lanes that one program sums over the tiles of a slab
+
+
+@triton.jit
+def load_fp32(pointer, offset, mask, KIND: tl.constexpr):
+    """Load fp32 (KIND 2), or bf16 given as 16-bit patterns (KIND 1)."""
+    if KIND == 1:
+        x = (tl.load(pointer + offset, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = tl.load(pointer + offset, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def load_sum(x_in, y_in, offset, numel, X: tl.constexpr, Y: tl.constexpr):
+    """Return x + y in fp32."""
+    x = load_fp32(x_in, offset, offset < numel, X)
+    if Y != 0:
+        x += load_fp32(y_in, offset, offset < numel, Y)
+    return x
+
+
+@triton.jit
+def write_row(x, out, offset, numel, OUT: tl.constexpr):
+    """Write x to out, and return it as it was written, in fp32."""
+    if OUT == 1:
+        # To nearest even by hand: the interpreter's own conversion truncates.
+        bits = x.to(tl.int32, bitcast=True)
+        kept = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        kept = tl.where(x == x, kept, 0x7FC0)
+        tl.store(out + offset, kept.to(tl.int16), mask=offset < numel)
+        x = (kept << 16).to(tl.float32, bitcast=True)
+    if OUT == 2:
+        tl.store(out + offset, x, mask=offset < numel)
+    return x
+
+
+@triton.jit
+def sum_tiles_kernel(
+    x_in, y_in, out, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    sums = tl.zeros((LANES,), tl.float32)
+    for row in range(0, ROWS, 8):
+        at = (tile * ROWS + row) * LANES + lane
+        x0 = load_sum(x_in, y_in, at, numel, X, Y)
+        x1 = load_sum(x_in, y_in, at + LANES, numel, X, Y)
+        x2 = load_sum(x_in, y_in, at + 2 * LANES, numel, X, Y)
+        x3 = load_sum(x_in, y_in, at + 3 * LANES, numel, X, Y)
+        x4 = load_sum(x_in, y_in, at + 4 * LANES, numel, X, Y)
+        x5 = load_sum(x_in, y_in, at + 5 * LANES, numel, X, Y)
+        x6 = load_sum(x_in, y_in, at + 6 * LANES, numel, X, Y)
+        x7 = load_sum(x_in, y_in, at + 7 * LANES, numel, X, Y)
+        x0 = write_row(x0, out, at, numel, OUT)
+        x1 = write_row(x1, out, at + LANES, numel, OUT)
+        x2 = write_row(x2, out, at + 2 * LANES, numel, OUT)
+        x3 = write_row(x3, out, at + 3 * LANES, numel, OUT)
+        x4 = write_row(x4, out, at + 4 * LANES, numel, OUT)
+        x5 = write_row(x5, out, at + 5 * LANES, numel, OUT)
+        x6 = write_row(x6, out, at + 6 * LANES, numel, OUT)
+        x7 = write_row(x7, out, at + 7 * LANES, numel, OUT)
+        sums += x0 * x0
+        sums += x1 * x1
+        sums += x2 * x2
+        sums += x3 * x3
+        sums += x4 * x4
+        sums += x5 * x5
+        sums += x6 * x6
+        sums += x7 * x7
+    if SQUARE:
+        tl.store(tiles + tile * LANES + lane, sums)
+
+
+@triton.jit
+def square_slabs_kernel(
+    tiles, num_tiles, slabs, LANES: tl.constexpr, SLAB_TILES: tl.constexpr, SLAB_LANES: tl.constexpr
+):
+    slab = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * SLAB_LANES + tl.arange(0, SLAB_LANES)
+    sums = tl.zeros((SLAB_LANES,), tl.float64)
+    for i in tl.static_range(SLAB_TILES):
+        tile = slab * SLAB_TILES + i
+        at = tile * LANES + lane
+        sums += tl.load(tiles + at, mask=at < num_tiles * LANES, other=0.0).to(tl.float64)
+    tl.store(slabs + slab * LANES + lane, sums)
 
 
 @triton.jit
@@ -36,39 +125,53 @@ def fold_lanes(x):
     return fold_pairs(x, 2)
 
 
-@triton.jit
-def square_tiles_kernel(x_in, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr):
-    tile = tl.program_id(0)
+@triton.jit(do_not_specialize=["num_slabs"])
+def square_total_kernel(slabs, num_slabs, out, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
-    first = tile.to(tl.int64) * (ROWS * LANES)
-    sums = tl.zeros((LANES,), tl.float32)
-    for row in range(ROWS):
-        offset = first + row * LANES + lane
-        if BF16:
-            bits = tl.load(x_in + offset, mask=offset < numel, other=0).to(tl.int32) << 16
-            x = bits.to(tl.float32, bitcast=True)
-        else:
-            x = tl.load(x_in + offset, mask=offset < numel, other=0.0)
-        sums += x * x
-    tl.store(tiles + tile + tl.arange(0, 1), fold_lanes(sums.to(tl.float64)))
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def square_total_kernel(tiles, num_tiles, out, LANES: tl.constexpr):
-    lane = tl.arange(0, LANES)
+    end = num_slabs * LANES
     sums = tl.zeros((LANES,), tl.float64)
-    for first in range(0, num_tiles, LANES):
-        sums += tl.load(tiles + first + lane, mask=first + lane < num_tiles, other=0.0)
+    for slab in range(0, num_slabs, 4):
+        at = slab * LANES + lane
+        x0 = tl.load(slabs + at)
+        x1 = tl.load(slabs + at + LANES, mask=at + LANES < end, other=0.0)
+        x2 = tl.load(slabs + at + 2 * LANES, mask=at + 2 * LANES < end, other=0.0)
+        x3 = tl.load(slabs + at + 3 * LANES, mask=at + 3 * LANES < end, other=0.0)
+        sums += x0
+        sums += x1
+        sums += x2
+        sums += x3
     tl.store(out + tl.arange(0, 1), fold_lanes(sums))
 
 
-def square_sum_triton_into(x: Tensor, out: Tensor) -> None:
-    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter."""
-    num_tiles = count_tiles(x.numel())
-    tiles = torch.empty(num_tiles, dtype=torch.float64, device=x.device)
-    is_bf16 = x.dtype == torch.bfloat16
-    bits = x.view(torch.int16) if is_bf16 else x
+def sum_triton_into(out: Tensor | None, x: Tensor, y: Tensor | None, square: Tensor | None) -> None:
+    """Write x + y into `out` and its sum of squares into `square`, on CUDA tensors or in the interpreter.
+
+    Args:
+        out: as `norm.add_into`; None = only the squares are wanted.
+        square: fp64, one element; None = not wanted.
+    """
+    num_tiles, num_slabs = -(-x.numel() // TILE), count_slabs(x.numel())
+    tiles = torch.empty(num_tiles * LANES if square is not None else 0, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         if num_tiles:
-            square_tiles_kernel[(num_tiles,)](bits, x.numel(), tiles, LANES=LANES, ROWS=ROWS, BF16=is_bf16, **EXACT)
-        square_total_kernel[(1,)](tiles, num_tiles, out, LANES=LANES, **EXACT)
+            sum_tiles_kernel[(num_tiles,)](
+                _bits(x), _bits(x if y is None else y), _bits(x if out is None else out), x.numel(), tiles,
+                LANES=LANES, ROWS=ROWS, X=_kind(x), Y=_kind(y), OUT=_kind(out), SQUARE=square is not None,
+                num_warps=4, **EXACT,
+            )  # fmt: skip
+        if square is None:
+            return
+        slabs = torch.empty(num_slabs * LANES, dtype=torch.float64, device=x.device)
+        if num_slabs:
+            square_slabs_kernel[(num_slabs, LANES // SLAB_LANES)](
+                tiles, num_tiles, slabs, LANES=LANES, SLAB_TILES=SLAB_TILES, SLAB_LANES=SLAB_LANES, num_warps=4, **EXACT
+            )
+        square_total_kernel[(1,)](slabs, num_slabs, square, LANES=LANES, num_warps=8, **EXACT)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _kind(x: Tensor | None) -> int:
+    return NONE if x is None else BF16 if x.dtype == torch.bfloat16 else FP32

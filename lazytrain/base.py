@@ -53,16 +53,17 @@ class Unit:
         kind: units of one kind share `fn`, local names and shapes, and so compiled programs and costs.
         fn: the pure function (see the head of this file).
         params: local name -> specification.
-        grads_fn: for a head that can do better than a vjp of `fn` (chunks of logits, target positions only):
-            `(params, x_btd, batch, scale) -> (loss_sum fp32 unscaled, dx_btd, grads)`, gradients of
-            `scale * loss_sum`; None = torch.func.vjp of `fn`.
+        grads_into: for an embed or head that can do better than a vjp of `fn` (chunks of logits, target positions
+            only); it adds its parameters' gradients to `sums`, fp32 by local name. None = torch.func.vjp of `fn`.
+            Embed: `(params, batch, dx_btd, sums)`. Head: `(params, x_btd, batch, scale, sums) -> (loss_sum, dx_btd)`,
+            the loss fp32 and unscaled, gradients those of `scale * loss_sum`.
     """
 
     name: str
     kind: str
     fn: Callable[..., Any]
     params: Mapping[str, ParamSpec] = field(default_factory=dict)
-    grads_fn: Callable[..., Any] | None = None
+    grads_into: Callable[..., Any] | None = None
 
 
 def count_targets(batch: Batch) -> int:

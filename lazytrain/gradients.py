@@ -1,6 +1,7 @@
 """Sum a step's gradients over microbatches, take their squares for the norm, and put them where the plan says.
 
-With one microbatch a unit's grads are what its backward returned. With more they are summed in fp32 and rounded once.
+A block's grads are what its backward returned; more than one microbatch's are summed in fp32 and rounded once, in the
+same pass that takes the squares. Embed and head add to an fp32 sum of their own (theirs have a row for every token).
 The square sum is that of the summed, rounded gradient, which is what the update reads.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lazytrain.base import Params
 from lazytrain.homes import Homes, UnitHome
-from lazytrain.kernels.norm import square_sum_into
+from lazytrain.kernels.norm import add_into, square_sum_into
 from lazytrain.lanes import D2H, Lanes, Ticket
 
 NUM_GRAD_BUFFERS = 2
@@ -24,38 +25,59 @@ class GradientSink:
     def __init__(self, homes: Homes, lanes: Lanes, *, num_microbatches: int, tied: Mapping[str, str]) -> None:
         self._homes, self._lanes, self._tied = homes, lanes, tied
         self._num_microbatches = num_microbatches
+        # Of each unit whose grads are being summed: the sum so far, and how many microbatches are in it.
         self._sums: dict[int, Tensor] = {}
+        self._num_added: dict[int, int] = {}
         # Buffers that d2h still reads, held until the compute queue has waited for it.
         self._in_flight: list[tuple[Ticket, Tensor]] = []
         self.squares = torch.zeros(len(homes.units), dtype=torch.float64, device=lanes.device)
 
     def add(self, home: UnitHome, flat: Tensor) -> None:
-        """Add one microbatch's flat grads, a new tensor that the sink may keep."""
-        if home.index in self._sums:
-            self._sums[home.index].add_(flat)
-        elif self._num_parts(home) == 1:
-            self._sums[home.index] = flat
-        else:
-            self._sums[home.index] = flat.float()
+        """Add one microbatch's flat grads of a block, a new tensor that the sink may keep.
 
-    def add_head(self, grads: Params) -> None:
-        """Add one microbatch's grads of the head; tied ones go to the embed."""
-        embed, head = self._homes.units[0], self._homes.units[-1]
-        if head.has_params:
-            self.add(head, head.layout.flatten(grads))
-        if self._tied:
-            shared = {source: grads[name] for name, source in self._tied.items()}
-            for place in embed.layout.places:
-                if place.name not in shared:
-                    shared[place.name] = next(iter(shared.values())).new_zeros(place.shape)
-            self.add(embed, embed.layout.flatten(shared))
-
-    def finish(self, home: UnitHome) -> None:
-        """Round a unit's sum to the working dtype and take its squares, on the compute queue."""
+        The last microbatch's complete the unit's grads and their square sum.
+        """
         if not home.has_params:
             return
-        total = self._sums[home.index] = self._sums[home.index].to(home.layout.dtype)
-        square_sum_into(total, self.squares[home.index])
+        added = self._num_added.get(home.index, 0) + 1
+        self._num_added[home.index] = added
+        total, is_last = self._sums.pop(home.index, None), added == self._num_microbatches
+        square = self.squares[home.index] if is_last else None
+        if total is None:
+            total = flat
+            if square is not None:
+                square_sum_into(flat, square)
+        elif is_last:
+            add_into(flat, total, flat, square=square)
+            total = flat
+        else:
+            out = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+            add_into(out, total, flat)
+            total = out
+        self._sums[home.index] = total
+
+    def sums(self, home: UnitHome) -> Params:
+        """Return the fp32 sums that embed's or head's grads are added to, by local name; zeros at first.
+
+        A head's include those of the embed's tensors that it shares.
+        """
+        if home.has_params and home.index not in self._sums:
+            zeros = torch.zeros(home.layout.numel, dtype=torch.float32, device=self._lanes.device)
+            self._sums[home.index] = zeros
+        views = home.layout.views(self._sums[home.index]) if home.has_params else {}
+        if home is self._homes.units[-1] and self._tied:
+            shared = self.sums(self._homes.units[0])
+            views |= {name: shared[source] for name, source in self._tied.items()}
+        return views
+
+    def finish(self, home: UnitHome) -> None:
+        """Round embed's or head's sum to the working dtype and take its squares, on the compute queue."""
+        if not home.has_params:
+            return
+        total, dtype = self._sums[home.index], home.layout.dtype
+        out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+        add_into(out, total, square=self.squares[home.index])
+        self._sums[home.index] = out
 
     def room_for(self, home: UnitHome) -> Ticket | None:
         """Return what a unit's backward must wait for before it may write new grads; frees the oldest buffer."""
@@ -80,9 +102,6 @@ class GradientSink:
         """Forget grads that were kept on the device: the step is skipped."""
         for home in self._homes.units:
             home.grads_device = None
-
-    def _num_parts(self, home: UnitHome) -> int:
-        return self._num_microbatches * (2 if self._tied and home.index == 0 else 1)
 
 
 def norm_of_squares(squares: Sequence[float]) -> tuple[float, int | None]:

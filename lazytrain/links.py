@@ -1,6 +1,7 @@
 """Measure a machine's links: host and device, memory, NVMe; in the mix in which a step uses them."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from lazytrain.solver.problem import Hardware
 
 MIN_COPY_BYTES, MAX_COPY_BYTES = 4 << 20, 512 << 20
 NVME_TEST_BYTES = 256 << 20
+MIX_S = 1.0
 
 
 class MedianTimer(Protocol):
@@ -29,6 +31,8 @@ def measure_machine(
     limits: Mapping[str, int],
     *,
     update_gparams_s: tuple[float, float],
+    cpu_update: Callable[[], None],
+    cpu_update_bytes: int,
     spill_dir: Path | None,
     timer: MedianTimer,
 ) -> Hardware:
@@ -38,6 +42,8 @@ def measure_machine(
         block_bytes: the size of the copies that matter.
         limits: bytes a plan may fill per tier: "device", "host", "nvme".
         update_gparams_s: the update's measured rates on the CPU and on the device, 1e9 parameters per second.
+        cpu_update, cpu_update_bytes: one update of a unit on the CPU, and what it reads and writes: beside copies both
+            ways, the load under which the host's memory is measured.
         spill_dir: where to measure NVMe; None = not measured, and none allowed.
     """
     size = min(MAX_COPY_BYTES, max(MIN_COPY_BYTES, block_bytes))
@@ -45,8 +51,11 @@ def measure_machine(
     other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
     memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
     h2d_gbs = d2h_gbs = memcpy_gbs
+    host_memory_gbs = 2 * memcpy_gbs
     if device.type == "cuda":
-        h2d_gbs, d2h_gbs = _measure_link(device, host, other, timer)
+        both = _copy_both_ways(device, host, other)
+        h2d_gbs = d2h_gbs = size / timer.median_ms(both) / 1e6
+        host_memory_gbs = _measure_mix(device, both, 2 * size, cpu_update, cpu_update_bytes)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir, host) if spill_dir is not None else (1.0, 1.0)
     return Hardware(
@@ -58,7 +67,7 @@ def measure_machine(
         d2h_gbs=d2h_gbs,
         nvme_read_gbs=read_gbs,
         nvme_write_gbs=write_gbs,
-        host_memory_gbs=2 * memcpy_gbs,
+        host_memory_gbs=host_memory_gbs,
         copy_latency_ms=timer.median_ms(lambda: tiny.copy_(host[:256], non_blocking=True)),
         matmul_tflops=_matmul_tflops(device, timer),
         device_memory_gbs=2 * memcpy_gbs if device.type == "cpu" else _device_memory_gbs(device, timer),
@@ -68,8 +77,8 @@ def measure_machine(
     )
 
 
-def _measure_link(device: torch.device, host: Tensor, back: Tensor, timer: MedianTimer) -> tuple[float, float]:
-    """Return h2d and d2h GB/s, each with the other direction busy."""
+def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callable[[], None]:
+    """Return a function that queues a copy in each direction, side by side."""
     target = torch.empty_like(host, device=device)
     source = torch.empty_like(back, device=device)
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -80,8 +89,33 @@ def _measure_link(device: torch.device, host: Tensor, back: Tensor, timer: Media
         with torch.cuda.stream(outward):
             back.copy_(source, non_blocking=True)
 
-    rate = host.numel() / timer.median_ms(both) / 1e6
-    return rate, rate
+    return both
+
+
+def _measure_mix(
+    device: torch.device, copies: Callable[[], None], copied_bytes: int, update: Callable[[], None], update_bytes: int
+) -> float:
+    """Return what the host's memory moves, in GB/s, with copies both ways and the CPU's update at once."""
+    update()
+    stopped, rounds = threading.Event(), 0
+
+    def copy_on() -> None:
+        nonlocal rounds
+        while not stopped.is_set():
+            for _ in range(2):
+                copies()
+            torch.cuda.synchronize(device)
+            rounds += 2
+
+    thread = threading.Thread(target=copy_on, name="link load")
+    start_s, updates = time.perf_counter(), 0
+    thread.start()
+    while time.perf_counter() - start_s < MIX_S:
+        update()
+        updates += 1
+    stopped.set()
+    thread.join()
+    return (rounds * copied_bytes + updates * update_bytes) / (time.perf_counter() - start_s) / 1e9
 
 
 def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:

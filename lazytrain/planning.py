@@ -1,17 +1,15 @@
 """From a model and a machine to a plan: profile, solve, and more microbatches where nothing fits."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lazytrain.base import Batch, Model
+from lazytrain.base import Batch
 from lazytrain.errors import MemoryBudgetError
-from lazytrain.optimizer import AdamWSettings
-from lazytrain.profiler import profile
-from lazytrain.programs import ProgramCache
+from lazytrain.profiler import Profiler, count_rows
 from lazytrain.slabs import available_host_bytes
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan
@@ -52,21 +50,7 @@ def default_microbatches(batch: Batch, device: torch.device) -> int:
     return max(1, min(num_rows, math.ceil(num_tokens / CHUNK_TOKENS_CUDA)))
 
 
-def plan_from_file(
-    path: Path,
-    model: Model,
-    settings: AdamWSettings,
-    batch: Batch,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    programs: ProgramCache,
-    limits: Mapping[str, int],
-    name: str = "model",
-    num_microbatches: int | None = None,
-    spill_dir: Path | None = None,
-    floor_s: float = 0.2,
-) -> Planned:
+def plan_from_file(path: Path, profiler: Profiler) -> Planned:
     """Read a plan that was saved, perhaps edited; check it against this model and machine and predict it anew.
 
     Raises:
@@ -74,19 +58,7 @@ def plan_from_file(
         MemoryBudgetError: it does not fit; says what is missing per tier.
     """
     plan = Plan.load(path)
-    problem = profile(
-        model,
-        settings,
-        batch,
-        num_microbatches=plan.num_microbatches,
-        device=device,
-        dtype=dtype,
-        programs=programs,
-        limits=limits,
-        name=name,
-        spill_dir=spill_dir,
-        floor_s=floor_s,
-    )
+    problem = profiler.problem(plan.num_microbatches)
     plan.validate(problem)
     shortage = find_shortage(problem, account(problem, plan))
     if shortage:
@@ -97,46 +69,21 @@ def plan_from_file(
 
 
 def choose_plan(
-    model: Model,
-    settings: AdamWSettings,
-    batch: Batch,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    programs: ProgramCache,
-    limits: Mapping[str, int],
-    name: str = "model",
-    num_microbatches: int | None = None,
-    spill_dir: Path | None = None,
-    floor_s: float = 0.2,
-    report: Callable[[str], None] = lambda line: None,
+    profiler: Profiler, *, num_microbatches: int | None = None, report: Callable[[str], None] = lambda line: None
 ) -> Planned:
     """Profile the model, solve for a plan, and cut the step in more microbatches as long as nothing fits.
 
     Args:
-        batch: an example of the run's largest batches.
         num_microbatches: None = `default_microbatches`, doubled until a plan fits.
         report: called with one line per try.
 
     Raises:
         MemoryBudgetError: no plan fits, even with one row a microbatch; says what is missing per tier.
     """
-    count = num_microbatches or default_microbatches(batch, device)
-    num_rows = len(next(iter(batch.values())))
+    count = num_microbatches or default_microbatches(profiler.batch, profiler.device)
+    num_rows = count_rows(profiler.batch)
     while True:
-        problem = profile(
-            model,
-            settings,
-            batch,
-            num_microbatches=count,
-            device=device,
-            dtype=dtype,
-            programs=programs,
-            limits=limits,
-            name=name,
-            spill_dir=spill_dir,
-            floor_s=floor_s,
-        )
+        problem = profiler.problem(count)
         result = solve(problem)
         if result.plan is not None:
             return Planned(result.plan, problem, result)

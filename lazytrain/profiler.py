@@ -7,7 +7,8 @@ embed run as the sweep runs them; the update runs over one unit's slabs; copies 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from lazytrain.layout import UnitLayout
 from lazytrain.links import measure_machine
 from lazytrain.optimizer import AdamWSettings, update_unit_into
 from lazytrain.programs import BlockPrograms, ProgramCache
-from lazytrain.solver.problem import Problem, ResidualPoint, UnitCost
-from lazytrain.sweep import embed_grads, head_grads
+from lazytrain.solver.problem import Hardware, Problem, ResidualPoint, UnitCost
+from lazytrain.solver.rates import update_traffic_bytes
+from lazytrain.sweep import embed_grads_into, head_grads_into
 
-MIN_REPEATS, MAX_REPEATS = 3, 50
+NUM_ROUNDS, MAX_REPEATS = 3, 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +41,19 @@ class Timer:
     floor_s: float
 
     def median_ms(self, work: Callable[[], Any]) -> float:
-        """Return the median time of one call, after one call to warm up."""
+        """Return the time of one call: the median over rounds of calls one behind the other, as a run makes them."""
         work()
         self._wait()
-        times_s: list[float] = []
-        while len(times_s) < MIN_REPEATS or (sum(times_s) < self.floor_s and len(times_s) < MAX_REPEATS):
-            start_s = time.perf_counter()
+        once_s = max(1e-6, self._round_s(work, 1))
+        calls = max(1, min(MAX_REPEATS, round(self.floor_s / once_s / NUM_ROUNDS)))
+        return statistics.median(self._round_s(work, calls) / calls for _ in range(NUM_ROUNDS)) * 1e3
+
+    def _round_s(self, work: Callable[[], Any], calls: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(calls):
             work()
-            self._wait()
-            times_s.append(time.perf_counter() - start_s)
-        return statistics.median(times_s) * 1e3
+        self._wait()
+        return time.perf_counter() - start_s
 
     def extra_bytes(self, work: Callable[[], Any]) -> int | None:
         """Return how far one call raises the device's peak above its start; None where nobody counts (CPU)."""
@@ -67,59 +72,86 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
 
-def profile(
-    model: Model,
-    settings: AdamWSettings,
-    batch: Batch,
-    *,
-    num_microbatches: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    programs: ProgramCache,
-    limits: Mapping[str, int],
-    name: str = "model",
-    spill_dir: Any = None,
-    floor_s: float = 0.2,
-) -> Problem:
-    """Measure a model's costs on this machine and return the planner's problem.
+@dataclass(kw_only=True)
+class Profiler:
+    """Measures one model's costs on this machine, for the planner; the machine itself once.
 
-    Args:
+    Attributes:
         batch: an example of the run's batches (CPU tensors), the largest shape.
-        num_microbatches: the chunks a step is cut in; costs are per chunk.
         limits: what a plan may fill: "device", "host" and, if `spill_dir` is given, "nvme", in bytes.
         spill_dir: where NVMe would be used; None = NVMe is not part of the plan.
         floor_s: least time spent on each measurement.
+        allow_cpu_update, allow_device_update: where the plan may put updates.
     """
-    timer = Timer(device=device, floor_s=floor_s)
-    part = split_batch(batch, num_microbatches)[0]
-    chunk = {key: value.to(device) for key, value in part.items()}
-    with torch.no_grad(), deterministic(device):
-        ctx = model.context(chunk, dtype)
-        embed_params, head_params = _end_params(model, device, dtype)
-        x_btd = model.embed.fn(embed_params, chunk)
-        embed = _profile_embed(model, settings, embed_params, chunk, x_btd, dtype, timer)
-        costs = {}
-        for unit in model.blocks:
-            if unit.kind not in costs:
-                costs[unit.kind] = _profile_block(unit, settings, x_btd, ctx, dtype, programs, timer)
-        head = _profile_head(model, settings, head_params, chunk, x_btd, dtype, timer)
-        largest = max((cost.weight_bytes for cost in costs.values()), default=1 << 20)
-        rates = _update_rates((embed, *costs.values(), head))
-        hardware = measure_machine(device, largest, limits, update_gparams_s=rates, spill_dir=spill_dir, timer=timer)
-    tokens = int(batch["tokens_bt"].numel()) if "tokens_bt" in batch else len(next(iter(batch.values())))
-    return Problem(
-        model=name,
-        embed=embed,
-        blocks=tuple(replace(costs[unit.kind], name=unit.name) for unit in model.blocks),
-        head=head,
-        num_microbatches=num_microbatches,
-        hardware=hardware,
-        allow_nvme=spill_dir is not None,
-        tokens_per_step=tokens,
-        device_is_host=device.type == "cpu",
-        tied=bool(model.tied),
-        train_flops=6.0 * model.num_params * tokens,
-    )
+
+    model: Model
+    settings: AdamWSettings
+    batch: Batch
+    device: torch.device
+    dtype: torch.dtype
+    programs: ProgramCache
+    limits: Mapping[str, int]
+    name: str = "model"
+    spill_dir: Path | None = None
+    floor_s: float = 0.2
+    allow_cpu_update: bool = True
+    allow_device_update: bool = True
+    _hardware: Hardware | None = field(default=None, repr=False)
+
+    def problem(self, num_microbatches: int) -> Problem:
+        """Return the planner's problem for a step cut in that many chunks; costs are per chunk."""
+        model, dtype = self.model, self.dtype
+        timer = Timer(device=self.device, floor_s=self.floor_s)
+        part = split_batch(self.batch, num_microbatches)[0]
+        chunk = {key: value.to(self.device) for key, value in part.items()}
+        with torch.no_grad(), deterministic(self.device):
+            ctx = model.context(chunk, dtype)
+            embed_params, head_params = _end_params(model, self.device, dtype)
+            x_btd = model.embed.fn(embed_params, chunk)
+            embed = _profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer)
+            costs = {}
+            for unit in model.blocks:
+                if unit.kind not in costs:
+                    costs[unit.kind] = _profile_block(unit, self.settings, x_btd, ctx, dtype, self.programs, timer)
+            head = _profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
+            if self._hardware is None:
+                self._hardware = self._measure_machine((embed, *costs.values(), head), timer)
+        tokens = self.batch["tokens_bt"].numel() if "tokens_bt" in self.batch else count_rows(self.batch)
+        return Problem(
+            model=self.name,
+            embed=embed,
+            blocks=tuple(replace(costs[unit.kind], name=unit.name) for unit in model.blocks),
+            head=head,
+            num_microbatches=num_microbatches,
+            hardware=self._hardware,
+            allow_nvme=self.spill_dir is not None,
+            allow_cpu_update=self.allow_cpu_update,
+            allow_device_update=self.allow_device_update,
+            tokens_per_step=int(tokens),
+            device_is_host=self.device.type == "cpu",
+            tied=bool(model.tied),
+            train_flops=6.0 * model.num_params * int(tokens),
+        )
+
+    def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:
+        largest = max(costs, key=lambda cost: cost.num_params)
+        unit = next((u for u in self.model.units if u.kind == largest.kind), self.model.blocks[0])
+        layout = self.settings.layout(owned_params(self.model, unit), self.dtype)
+        return measure_machine(
+            self.device,
+            max((cost.weight_bytes for cost in costs[1:-1]), default=1 << 20),
+            self.limits,
+            update_gparams_s=_update_rates(largest),
+            cpu_update=make_update(layout, self.settings, torch.device("cpu")),
+            cpu_update_bytes=update_traffic_bytes(largest),
+            spill_dir=self.spill_dir,
+            timer=timer,
+        )
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of rows of a batch."""
+    return len(next(iter(batch.values())))
 
 
 def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
@@ -190,8 +222,10 @@ def _profile_head(
     dtype: torch.dtype,
     timer: Timer,
 ) -> UnitCost:
+    sums = _make_sums(params)
+
     def work() -> Any:
-        return head_grads(model.head, params, x_btd, chunk, 1e-3)
+        return head_grads_into(model.head, params, x_btd, chunk, 1e-3, sums)
 
     point = ResidualPoint(
         residual_bytes=0,
@@ -213,10 +247,10 @@ def _profile_embed(
     dtype: torch.dtype,
     timer: Timer,
 ) -> UnitCost:
-    dx_btd = torch.randn_like(x_btd) * 1e-3
+    dx_btd, sums = torch.randn_like(x_btd) * 1e-3, _make_sums(params)
 
     def backward() -> Any:
-        return embed_grads(model.embed, params, chunk, dx_btd) if params else None
+        return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
 
     point = ResidualPoint(
         residual_bytes=0,
@@ -227,6 +261,10 @@ def _profile_embed(
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
+
+
+def _make_sums(params: Params) -> Params:
+    return {name: torch.zeros_like(value, dtype=torch.float32) for name, value in params.items()}
 
 
 def _unit_cost(
@@ -251,19 +289,21 @@ def _unit_cost(
     )
 
 
-def _update_rates(costs: Sequence[UnitCost]) -> tuple[float, float]:
-    """Return the measured update rates of the largest unit, in 1e9 parameters per second."""
-    largest = max(costs, key=lambda cost: cost.num_params)
-    times_ms = (largest.cpu_update_ms, largest.device_update_ms)
-    cpu, device = (max(1e-6, largest.num_params / ms / 1e6) if ms > 0 else 1e-6 for ms in times_ms)
+def _update_rates(cost: UnitCost) -> tuple[float, float]:
+    """Return a unit's measured update rates on the CPU and on the device, in 1e9 parameters per second."""
+    times_ms = (cost.cpu_update_ms, cost.device_update_ms)
+    cpu, device = (max(1e-6, cost.num_params / ms / 1e6) if ms > 0 else 1e-6 for ms in times_ms)
     return cpu, device
 
 
-def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer) -> float:
-    if layout.numel == 0:
-        return 0.0
-    weights = torch.zeros(layout.numel, dtype=layout.dtype, device=timer.device)
-    state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=timer.device)
-    grads = torch.full((layout.numel,), 1e-4, dtype=layout.dtype, device=timer.device)
+def make_update(layout: UnitLayout, settings: AdamWSettings, device: torch.device) -> Callable[[], None]:
+    """Return a function that makes one update of a unit of this layout, on tensors of its own."""
+    weights = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+    state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=device)
+    grads = torch.full((layout.numel,), 1e-4, dtype=layout.dtype, device=device)
     hyper = settings.hyper(1e-5, 10)
-    return timer.median_ms(lambda: update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper))
+    return lambda: update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper)
+
+
+def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer) -> float:
+    return timer.median_ms(make_update(layout, settings, timer.device)) if layout.numel else 0.0

@@ -187,6 +187,7 @@ class ProgramCache:
             layout: how backward lays out the flat grads; units of one kind and equal layout share programs.
         """
         order = tuple((place.name, place.offset) for place in layout.places)
+        params = {place.name: params[place.name] for place in layout.places}
         key = (kind, fn, order, layout.numel, *map(_signature, (params, {"x": x}, ctx)))
         if key not in self._programs:
             self._programs[key] = make_programs(fn, params, x, ctx, flatten=layout.flatten, **self._options)

@@ -88,7 +88,7 @@ class Sweep:
         Returns:
             The unscaled sum of losses (fp32, 0-d, on the device) and the cotangents of `scale` times it, dx_btd each.
         """
-        params = self.head_params()
+        params, home = self.head_params(), self.homes.units[-1]
         total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
         cotangents: list[Tensor] = []
         head = self.model.head
@@ -96,11 +96,10 @@ class Sweep:
             while xs:
                 x_btd = xs.pop(0)
                 batch = batches[len(cotangents)]
-                loss_sum, dx_btd, grads = head_grads(head, params, x_btd, batch, scale)
+                loss_sum, dx_btd = head_grads_into(head, params, x_btd, batch, scale, sink.sums(home))
                 total = total + loss_sum.float()
                 cotangents.append(dx_btd)
-                sink.add_head(grads)
-            sink.finish(self.homes.units[-1])
+            sink.finish(home)
         return total, cotangents
 
     def backward(
@@ -132,7 +131,6 @@ class Sweep:
                     cotangents[c] = dx_btd
                     sink.add(blocks[i], flat)
                 del boundaries, residuals, fetched
-                sink.finish(blocks[i])
             sink.deliver(blocks[i], done)
             self.arrivals.used(arrival, done)
             if turn is not None:
@@ -248,8 +246,7 @@ class Sweep:
             for dx_btd, batch in zip(cotangents, batches):
                 if not home.has_params:
                     break
-                grads = embed_grads(embed, self._views(home), batch, dx_btd)
-                sink.add(home, home.layout.flatten(grads))
+                embed_grads_into(embed, self._views(home), batch, dx_btd, sink.sums(home))
             sink.finish(home)
         sink.deliver(home, done)
         sink.deliver(self.homes.units[-1], done)
@@ -269,18 +266,24 @@ class Sweep:
         return min(home.plan.residual_point, len(program.points) - 1)
 
 
-def head_grads(head: Unit, params: Params, x_btd: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Params]:
-    """Return the unscaled summed loss, and the gradients of `scale` times it by x_btd and by the head's parameters."""
-    if head.grads_fn is not None:
-        return head.grads_fn(params, x_btd, batch, scale)
+def head_grads_into(
+    head: Unit, params: Params, x_btd: Tensor, batch: Batch, scale: float, sums: Params
+) -> tuple[Tensor, Tensor]:
+    """Return the unscaled summed loss and the gradient of `scale` times it by x_btd; add the parameters' to `sums`."""
+    if head.grads_into is not None:
+        return head.grads_into(params, x_btd, batch, scale, sums)
     loss_sum, pull = vjp(lambda p, x: head.fn(p, x, batch), params, x_btd)  # type: ignore[misc]
     grads, dx_btd = pull(torch.full_like(loss_sum, scale))
-    return loss_sum, dx_btd, grads
+    for name, grad in grads.items():
+        sums[name].add_(grad)
+    return loss_sum, dx_btd
 
 
-def embed_grads(embed: Unit, params: Params, batch: Batch, dx_btd: Tensor) -> Params:
-    """Return the embed's gradients for a cotangent of its output."""
-    if embed.grads_fn is not None:
-        return embed.grads_fn(params, batch, dx_btd)
+def embed_grads_into(embed: Unit, params: Params, batch: Batch, dx_btd: Tensor, sums: Params) -> None:
+    """Add the embed's gradients for a cotangent of its output to `sums`."""
+    if embed.grads_into is not None:
+        embed.grads_into(params, batch, dx_btd, sums)
+        return
     _, pull = vjp(lambda p: embed.fn(p, batch), params)  # type: ignore[misc]
-    return pull(dx_btd)[0]
+    for name, grad in pull(dx_btd)[0].items():
+        sums[name].add_(grad)

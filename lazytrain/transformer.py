@@ -9,7 +9,7 @@ from torch import Tensor
 from lazytrain.base import Batch, Model, Params, ParamSpec, Unit
 from lazytrain.configuration import ModelConfig
 from lazytrain.decoder import decoder_block, make_context
-from lazytrain.vocabulary import CausalHead, embed_grads, embed_tokens
+from lazytrain.vocabulary import CausalHead, embed_grads_into, embed_tokens
 
 
 def transformer_model(config: ModelConfig) -> Model:
@@ -35,7 +35,7 @@ def transformer_model(config: ModelConfig) -> Model:
             kind="embed",
             fn=embed_tokens,
             params={"embed_tokens.weight": embed_spec},
-            grads_fn=embed_grads,
+            grads_into=embed_grads_into,
         ),
         blocks=tuple(
             Unit(name=f"model.layers.{idx}", kind="block", fn=block_fn, params=_block_specs(config, idx))
@@ -46,7 +46,7 @@ def transformer_model(config: ModelConfig) -> Model:
             kind="head",
             fn=head,
             params={"norm.weight": norm_spec, "lm_head.weight": embed_spec if tied else head_spec},
-            grads_fn=head.grads,
+            grads_into=head.grads_into,
         ),
         context=partial(make_context, config=config),
         tied={"lm_head.weight": "embed_tokens.weight"} if tied else {},

@@ -19,7 +19,9 @@ from lazytrain.errors import DataError
 from lazytrain.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_grads
 
 # A chunk's logits in the working dtype. On the CPU softmax takes up to three times as much beside them.
-LOGITS_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+LOGITS_BYTES = {"cuda": 640 * 2**20, "cpu": 64 * 2**20}
+# The part of the vocabulary matrix that the embed's gradient takes beside its sum.
+SLICE_BYTES = 256 * 2**20
 
 
 def embed_tokens(params: Params, batch: Batch) -> Tensor:
@@ -27,20 +29,22 @@ def embed_tokens(params: Params, batch: Batch) -> Tensor:
     return F.embedding(batch["tokens_bt"], params["embed_tokens.weight"])
 
 
-def embed_grads(params: Params, batch: Batch, dx_btd: Tensor) -> Params:
-    """Sum the cotangents of every token into its row, in fp32 and in an order that never changes.
+def embed_grads_into(params: Params, batch: Batch, dx_btd: Tensor, sums: Params) -> None:
+    """Add the cotangents of every token to its row, in fp32 and in an order that never changes.
 
     Args:
         dx_btd: cotangent of the embed's output.
-    Returns:
-        The grads, rounded once to the weight's dtype.
-    Memory: 4 v d + 8 b t d bytes beside the result (CUDA: cotangents and partial sums in fp32).
+        sums: fp32 by local name, added to.
+    Memory: that of an fp32 copy of the cotangents, and SLICE_BYTES; some columns of the matrix at a time.
     """
-    weight_vd = params["embed_tokens.weight"]
+    sum_vd, rows = sums["embed_tokens.weight"], batch["tokens_bt"]
+    num_rows, width = sum_vd.shape
+    step = max(1, SLICE_BYTES // (4 * num_rows))
     # The backward of F.embedding sorts by token and sums runs of equal ones on CUDA, where index_add_ would add by
     # atomics, in another order every run. In fp32, because on the CPU it rounds every addition to the input's dtype.
-    sum_vd = torch.ops.aten.embedding_dense_backward(dx_btd.float(), batch["tokens_bt"], weight_vd.shape[0], -1, False)
-    return {"embed_tokens.weight": sum_vd.to(weight_vd.dtype)}
+    for first in range(0, width, step):
+        dx = dx_btd[..., first : first + step].float().contiguous()
+        sum_vd[:, first : first + step] += torch.ops.aten.embedding_dense_backward(dx, rows, num_rows, -1, False)
 
 
 @dataclass(frozen=True)
@@ -63,26 +67,35 @@ class CausalHead:
         h_nd, weight_vd = self.normalize(params["norm.weight"], x_nd), params["lm_head.weight"]
         return linear_cross_entropy(h_nd, weight_vd, targets_n, scale=1.0, chunk=logits_chunk(weight_vd))
 
-    def grads(self, params: Params, x_btd: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Params]:
-        """Return the summed loss, and the gradients of scale * loss, with never more than one chunk of logits.
+    def grads_into(
+        self, params: Params, x_btd: Tensor, batch: Batch, scale: float, sums: Params
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradients of scale * loss to `sums`, with never more than one chunk of logits.
 
         Args:
             scale: 1 / (the step's number of targets), for a mean over the step.
+            sums: fp32 by local name, added to.
         Returns:
-            loss_sum (fp32, unscaled), dx_btd, grads by local name.
-        Memory: LOGITS_BYTES for logits, and the vocabulary matrix's gradient with its fp32 sum.
+            loss_sum (fp32, unscaled), dx_btd.
+        Memory: LOGITS_BYTES for logits, and a few times that of x_btd.
         """
         x_nd, targets_n = _target_rows(x_btd, batch)
         h_nd, pull_norm = vjp(self.normalize, params["norm.weight"], x_nd)[:2]
         weight_vd = params["lm_head.weight"]
-        loss_sum, dh_nd, dw_vd = linear_cross_entropy_grads(
-            h_nd, weight_vd, targets_n, scale=scale, chunk=logits_chunk(weight_vd)
+        loss_sum, dh_nd, _ = linear_cross_entropy_grads(
+            h_nd,
+            weight_vd,
+            targets_n,
+            scale=scale,
+            chunk=logits_chunk(weight_vd),
+            grad_w_into=sums["lm_head.weight"],
         )
         dnorm_d, dx_nd = pull_norm(dh_nd)
+        sums["norm.weight"] += dnorm_d
         if "target_index_n" in batch:
             dx_rows = torch.zeros_like(x_btd.reshape(-1, x_btd.shape[-1]))
             dx_nd = dx_rows.index_copy_(0, batch["target_index_n"], dx_nd)
-        return loss_sum, dx_nd.view(x_btd.shape), {"norm.weight": dnorm_d, "lm_head.weight": dw_vd}
+        return loss_sum, dx_nd.view(x_btd.shape)
 
 
 def logits_chunk(weight_vd: Tensor) -> int:

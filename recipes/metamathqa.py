@@ -19,6 +19,7 @@ from lazytrain.lanes import Span
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
 from lazytrain.planning import Planned, choose_plan, default_limits, plan_from_file
+from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.evaluation import evaluate
@@ -148,20 +149,21 @@ def make_plan(
     """Profile this machine with this model, then solve for a plan; or read the plan that the user names."""
     limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
     start_s = time.perf_counter()
-    arguments: dict[str, Any] = {
-        "device": device,
-        "dtype": dtype,
-        "programs": programs,
-        "limits": limits,
-        "name": str(options.model or "embedded default"),
-        "num_microbatches": options.microbatches,
-        "spill_dir": options.spill_dir,
-    }
-    batch = largest_batch(job.stream)
+    profiler = Profiler(
+        model=job.model,
+        settings=optimizer.settings,
+        batch=largest_batch(job.stream),
+        device=device,
+        dtype=dtype,
+        programs=programs,
+        limits=limits,
+        name=str(options.model or "embedded default"),
+        spill_dir=options.spill_dir,
+    )
     if options.plan is not None:
-        planned = plan_from_file(options.plan, job.model, optimizer.settings, batch, **arguments)
+        planned = plan_from_file(options.plan, profiler)
     else:
-        planned = choose_plan(job.model, optimizer.settings, batch, report=say, **arguments)
+        planned = choose_plan(profiler, num_microbatches=options.microbatches, report=say)
     say(f"profile and plan: {time.perf_counter() - start_s:.1f} s")
     return planned
 

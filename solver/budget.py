@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from lazytrain.solver.choices import Keep
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.linear import Affine, total
-from lazytrain.solver.memory import NUM_RING_BUFFERS, NUM_WRITERS, align, boundary_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.memory import (
+    NUM_RING_BUFFERS,
+    NUM_WRITERS,
+    align,
+    boundary_bytes,
+    chunk_sum_bytes,
+    residual_bytes,
+    sum_bytes,
+)
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
 from lazytrain.solver.rings import add_buffer, add_largest
 
@@ -98,7 +106,7 @@ def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     all_grads = grads_before[-1]
     inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
     work = [_workspace(draft, u) for u in range(last + 1)]
-    sums = [draft.size(sum_bytes(unit)) if problem.num_microbatches > 1 else 0.0 for unit in units]
+    edge_sums = [draft.size(sum_bytes(unit)) for unit in (problem.embed, problem.head)]
     tied = draft.size(sum_bytes(problem.embed)) if problem.tied else 0.0
     edge = grads[last]
 
@@ -112,14 +120,15 @@ def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
         + kept_before[last]
         + edge
         + offload * NUM_RING_BUFFERS
-        + (inputs[last] + one_more + sums[last] + tied)
+        + (inputs[last] + one_more + edge_sums[1] + tied)
     )
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
         flow = draft.size(problem.num_microbatches * cotangent + align(units[u].boundary_bytes))
         waiting = grads_before[last] - grads_before[u]
-        positions.append(work[u] + waiting + kept_before[u + 1] + edge + (flow + sums[u] + tied))
-    positions.append(work[0] + all_grads + (inputs[1] + (tied or sums[0])))
+        sums = draft.size(chunk_sum_bytes(problem, units[u]))
+        positions.append(work[u] + waiting + kept_before[u + 1] + edge + (flow + sums + tied))
+    positions.append(work[0] + all_grads + (inputs[1] + edge_sums[0]))
     return positions
 
 

@@ -7,7 +7,7 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
                       + own residuals + one offload in flight + grads that wait for their update + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
-                      + grads that wait for the norm + the fp32 sum where M > 1 + workspace
+                      + grads that wait for the norm + the sum over chunks where M > 1 + workspace
     host              weights, states, grads, offloaded things; staging buffers for what lives on NVMe
     nvme              weights, states and spilled things, and two files more: a new version is another file
 """
@@ -51,6 +51,19 @@ def align(num_bytes: int) -> int:
 def sum_bytes(unit: UnitCost) -> int:
     """Return the bytes of a unit's grads in fp32, as microbatches are summed."""
     return align(FP32_BYTES * unit.num_params)
+
+
+def chunk_sum_bytes(problem: Problem, unit: UnitCost) -> int:
+    """Return what the sum of a block's grads takes while another chunk's are computed.
+
+    The first chunk's are kept as they are; from the third on there is an fp32 sum, which that of 16-bit grads is new.
+    """
+    if problem.num_microbatches == 1:
+        return 0
+    is_fp32 = unit.grad_bytes >= FP32_BYTES * unit.num_params
+    if problem.num_microbatches == 2 or is_fp32:
+        return align(unit.grad_bytes)
+    return sum_bytes(unit) + align(unit.grad_bytes)
 
 
 def boundary_bytes(problem: Problem, unit: UnitCost) -> int:
@@ -144,19 +157,19 @@ def _device_positions(problem: Problem, plan: Plan) -> Iterator[tuple[str, int]]
     waiting -= edge
     tied = sum_bytes(problem.embed) if problem.tied else 0
     one_more = align(head.boundary_bytes)
-    own = boundary_bytes(problem, head) + one_more + head.points[0].workspace_bytes + _sum_extra(problem, head)
+    own = boundary_bytes(problem, head) + one_more + head.points[0].workspace_bytes + sum_bytes(head)
     yield "head", kept + own + edge + tied + NUM_RING_BUFFERS * offload
 
     for i, (unit, plan_i) in reversed(list(enumerate(blocks))):
         waiting += _kept_grads((unit, plan_i))
         cotangent = max(align(unit.boundary_bytes), align(problem.units[i + 2].boundary_bytes))
         own = num * cotangent + align(unit.boundary_bytes) + unit.points[plan_i.residual_point].workspace_bytes
-        yield f"backward {unit.name}", waiting + kept + own + _sum_extra(problem, unit) + edge + tied
+        yield f"backward {unit.name}", waiting + kept + own + chunk_sum_bytes(problem, unit) + edge + tied
         kept -= _kept_bytes(problem, unit, plan_i)
 
     embed, embed_plan = pairs[0]
     own = boundary_bytes(problem, pairs[1][0]) + embed.points[0].workspace_bytes + _kept_grads((embed, embed_plan))
-    yield "embed backward", waiting + own + edge + (tied or _sum_extra(problem, embed))
+    yield "embed backward", waiting + own + edge + sum_bytes(embed)
 
 
 def _kept_grads(pair: tuple[UnitCost, UnitPlan]) -> int:
@@ -165,10 +178,6 @@ def _kept_grads(pair: tuple[UnitCost, UnitPlan]) -> int:
 
 def _kept_bytes(problem: Problem, unit: UnitCost, plan: UnitPlan) -> int:
     return sum(moved_bytes(problem, unit, plan, (DEVICE,)))
-
-
-def _sum_extra(problem: Problem, unit: UnitCost) -> int:
-    return sum_bytes(unit) if problem.num_microbatches > 1 else 0
 
 
 def _host(problem: Problem, plan: Plan) -> int:

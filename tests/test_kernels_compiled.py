@@ -19,15 +19,17 @@ from lazytrain.kernels import adamw_triton, codec_triton, cross_entropy_triton, 
 
 POINTERS = dict(
     weights="*i16", lo="*i8", m_q="*i8", m_scale="*fp32", v_q="*u8", v_scale="*fp32", grads="*i16", m_io="*fp32",
-    v_io="*fp32", m_in="*fp32", v_in="*fp32", m_out="*fp32", v_out="*fp32", x_in="*i16", tiles="*fp64", out="*fp64",
+    v_io="*fp32", m_in="*fp32", v_in="*fp32", m_out="*fp32", v_out="*fp32", x_in="*i16", y_in="*fp32",
+    tiles="*fp32", slabs="*fp64", out="*fp64",
     logits="*bf16", targets="*i64", losses="*fp32",
 )
 INTS = dict.fromkeys(
-    "num_groups groups_per_row cols numel dither num_tiles row_stride num_cols ignore_index".split(), "i32"
+    "num_groups groups_per_row cols numel dither num_tiles num_slabs row_stride num_cols ignore_index".split(), "i32"
 )
 TILES = dict(BLOCK_GROUPS=8, RAGGED=True)
 UPDATE = dict(**TILES, LO_BITS=8, GRADS_BF16=True)
-SUMS = dict(LANES=1024, ROWS=64, BF16=True)
+SUMS = dict(LANES=1024, ROWS=64, X=1, Y=0, OUT=0, SQUARE=True)
+SLABS = dict(LANES=1024, SLAB_TILES=16, SLAB_LANES=128)
 # The compiler makes an argument of 1 a constant, where it may specialise.
 CASES = [
     (adamw_triton.adamw8bit_kernel, UPDATE),
@@ -37,7 +39,9 @@ CASES = [
     (adamw_triton.adamw_kernel, dict(UPDATE, numel=1)),
     (codec_triton.quantize_kernel, TILES),
     (codec_triton.dequantize_kernel, TILES),
-    (norm_triton.square_tiles_kernel, dict(SUMS, numel=1)),
+    (norm_triton.sum_tiles_kernel, dict(SUMS, numel=1)),
+    (norm_triton.sum_tiles_kernel, dict(SUMS, Y=2, OUT=2)),
+    (norm_triton.square_slabs_kernel, SLABS),
     (norm_triton.square_total_kernel, dict(LANES=1024)),
     (cross_entropy_triton.cross_entropy_kernel, dict(BLOCK=4096)),
     (cross_entropy_triton.cross_entropy_kernel, dict(BLOCK=1, num_cols=1, row_stride=1)),
@@ -72,7 +76,7 @@ def test_compiled_kernels_round_each_operation_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert len(results) == 11
+    assert len(results) == 13
     for name, operations in results:
         if name != "cross_entropy_kernel":  # it promises a tolerance, not bits
             assert set(operations) <= EXACT, name

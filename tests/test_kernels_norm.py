@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lazytrain.kernels import native
-from lazytrain.kernels.norm import TILE, reference_square_sum, square_sum, square_sum_into
+from lazytrain.kernels.norm import LANES, SLAB, TILE, add_into, reference_square_sum, square_sum, square_sum_into
 
-SIZES = [0, 1, 63, 123, 1024, TILE, TILE + 1, 3 * TILE - 5]
+SIZES = [0, 1, 63, 123, 1024, TILE, TILE + 1, 3 * TILE - 5, SLAB + 7]
 NORM_ERROR = 1e-6  # relative, of the root; worst seen 3e-8
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -46,11 +46,11 @@ def test_native_square_sum_matches_reference(size: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0, 1, 123, 1024, TILE + 1])
 def test_triton_square_sum_matches_reference(size: int, dtype: torch.dtype, device: str) -> None:
-    from lazytrain.kernels.norm_triton import square_sum_triton_into
+    from lazytrain.kernels.norm_triton import sum_triton_into
 
     x = make_grads(size, dtype)
     slots = torch.full((3,), float("nan"), dtype=torch.float64, device=device)
-    square_sum_triton_into(x.to(device), slots[1])
+    sum_triton_into(None, x.to(device), None, slots[1])
     assert torch.equal(slots[1].cpu(), reference_square_sum(x))
     assert slots.isnan().tolist() == [True, False, True]
 
@@ -86,18 +86,65 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_offsets_over_2_to_31_reach_the_last_elements() -> None:
-    """The operator's pointer is shifted so that only the last tile's elements exist."""
+    """The operator's pointer is shifted so that only the last slab's elements exist."""
     library = native.load()
     if library is None:
         pytest.skip("no C++ compiler")
     x = make_grads(1000, torch.float32)
-    tile = 2**31 // TILE + 3
-    tiles = (ctypes.c_double * 1)()
-    begin = tile * TILE
-    library.lt_square_tiles(
-        0, x.data_ptr() - 4 * begin, begin + 1000, tile, tile + 1, ctypes.addressof(tiles) - 8 * tile
-    )
-    assert tiles[0] == reference_square_sum(x).item()
+    slab = 2**31 // SLAB + 3
+    lanes = (ctypes.c_double * LANES)()
+    begin = slab * SLAB
+    shifted = ctypes.addressof(lanes) - 8 * LANES * slab
+    library.lt_square_slabs(0, x.data_ptr() - 4 * begin, begin + 1000, slab, slab + 1, shifted)
+    assert library.lt_square_total(lanes, 1) == reference_square_sum(x).item()
+
+
+PAIRS = [(a, b) for a in DTYPES for b in (*DTYPES, None)]
+
+
+def add_reference(out_dtype: torch.dtype, x: Tensor, y: Tensor | None) -> Tensor:
+    return (x if y is None else x.float() + y.float()).to(out_dtype)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), PAIRS)
+@pytest.mark.parametrize("size", [5, TILE + 3])
+def test_sums_of_gradients_are_torchs_and_carry_their_squares(
+    size: int, x_dtype: torch.dtype, y_dtype: torch.dtype | None, out_dtype: torch.dtype, device: str
+) -> None:
+    from lazytrain.kernels.norm_triton import sum_triton_into
+
+    x = make_grads(size, x_dtype)
+    y = None if y_dtype is None else make_grads(size + 1, y_dtype)[:size]
+    truth = add_reference(out_dtype, x, y)
+    out, square = torch.empty(size, dtype=out_dtype), torch.zeros((), dtype=torch.float64)
+    add_into(out, x, y, square=square)
+    assert torch.equal(out, truth)
+    assert torch.equal(square, reference_square_sum(truth))
+    there = torch.empty(size, dtype=out_dtype, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    sum_triton_into(there[0], x.to(device), None if y is None else y.to(device), there[1])
+    assert torch.equal(there[0].cpu(), truth)
+    assert torch.equal(there[1].cpu(), square)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_may_overwrite_its_input(dtype: torch.dtype, device: str) -> None:
+    x, y = make_grads(3000, dtype).to(device), make_grads(3001, torch.bfloat16)[:3000].to(device)
+    truth = add_reference(dtype, x.cpu(), y.cpu())
+    add_into(x, x, y)
+    assert torch.equal(x.cpu(), truth)
+
+
+def test_rounding_meets_ties_infinity_and_nan(device: str) -> None:
+    from lazytrain.kernels.norm_triton import sum_triton_into
+
+    values = [1.00390625, 1.01171875, -1.00390625, 3.4e38, -3.4e38, float("inf"), float("nan"), 1e-40, -0.0]
+    x = torch.tensor(values)
+    out = torch.empty(len(values), dtype=torch.bfloat16, device=device)
+    sum_triton_into(out, x.to(device), None, None)
+    assert torch.equal(out.cpu().view(torch.int16)[:6], x.bfloat16().view(torch.int16)[:6])
+    assert out[6].isnan()
+    assert torch.equal(out.cpu().view(torch.int16)[7:], x.bfloat16().view(torch.int16)[7:])
 
 
 @pytest.mark.gpu

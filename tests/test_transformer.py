@@ -146,17 +146,19 @@ def sweep_grads(pair: Pair, batch: dict[str, Tensor], scale: float) -> tuple[Ten
     ctx = model.context(batch, torch.float32)
     for unit in model.blocks:
         boundary.append(unit.fn(get(unit), boundary[-1], ctx))
-    assert model.head.grads_fn is not None
-    assert model.embed.grads_fn is not None
-    loss, dx, head_grads = model.head.grads_fn(get(model.head), boundary.pop(), batch, scale)
-    grads = {model.head.params[name].full_name: grad for name, grad in head_grads.items()}
+    assert model.head.grads_into is not None
+    assert model.embed.grads_into is not None
+    sums = {spec.full_name: torch.zeros(spec.shape) for u in (model.embed, model.head) for spec in u.params.values()}
+    head_sums, embed_sums = (
+        {name: sums[spec.full_name] for name, spec in unit.params.items()} for unit in (model.head, model.embed)
+    )
+    loss, dx = model.head.grads_into(get(model.head), boundary.pop(), batch, scale, head_sums)
+    grads = dict(sums)
     for unit in reversed(model.blocks):
         _, pull = vjp(lambda params, x, fn=unit.fn: fn(params, x, ctx), get(unit), boundary.pop())
         block_grads, dx = pull(dx)
         grads.update({unit.params[name].full_name: grad for name, grad in block_grads.items()})
-    for name, grad in model.embed.grads_fn(get(model.embed), batch, dx).items():
-        full_name = model.embed.params[name].full_name
-        grads[full_name] = grad + grads[full_name] if full_name in grads else grad
+    model.embed.grads_into(get(model.embed), batch, dx, embed_sums)
     return loss, grads
 
 

@@ -13,7 +13,7 @@ from lazytrain.base import IGNORE_INDEX, Params, Unit
 from lazytrain.configuration import parse_config
 from lazytrain.errors import DataError
 from lazytrain.transformer import transformer_model
-from lazytrain.vocabulary import check_token_ids, embed_grads, logits_chunk
+from lazytrain.vocabulary import check_token_ids, embed_grads_into, logits_chunk
 
 CONFIG = parse_config(
     {
@@ -39,13 +39,35 @@ def head_case() -> tuple[Unit, Params, Tensor, dict[str, Tensor]]:
     return transformer_model(CONFIG).head, params, x_btd, {"targets_bt": targets_bt}
 
 
+def zero_sums(params: Params) -> Params:
+    return {name: torch.zeros_like(value, dtype=torch.float32) for name, value in params.items()}
+
+
+def head_grads(
+    head: Unit, params: Params, x_btd: Tensor, batch: dict[str, Tensor], scale: float
+) -> tuple[Tensor, Tensor, Params]:
+    """The gradients of two calls that add to the same sums are twice those of one; return those of one."""
+    assert head.grads_into is not None
+    sums = zero_sums(params)
+    head.grads_into(params, x_btd, batch, scale, sums)
+    once = {name: value.clone() for name, value in sums.items()}
+    loss_sum, dx_btd = head.grads_into(params, x_btd, batch, scale, sums)
+    torch.testing.assert_close(sums, {name: 2 * value for name, value in once.items()})
+    return loss_sum, dx_btd, once
+
+
+def embed_grads(params: Params, batch: dict[str, Tensor], dx_btd: Tensor) -> Tensor:
+    sums = zero_sums(params)
+    embed_grads_into(params, batch, dx_btd, sums)
+    return sums["embed_tokens.weight"]
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 67 * 7, 2**20])
 @pytest.mark.parametrize("with_index", [False, True])
 def test_head_loss_and_grads_equal_autograd(
     chunk_bytes: int, with_index: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, params, x_btd, batch = head_case()
-    assert head.grads_fn is not None
     leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
     x_leaf = x_btd.clone().requires_grad_()
     h_btd = F.rms_norm(x_leaf, (24,), leaves["norm.weight"], CONFIG.rms_norm_eps)
@@ -56,7 +78,7 @@ def test_head_loss_and_grads_equal_autograd(
     monkeypatch.setitem(vocabulary.LOGITS_BYTES, "cpu", chunk_bytes)
     if with_index:
         batch["target_index_n"] = (batch["targets_bt"].reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-    loss_sum, dx_btd, grads = head.grads_fn(params, x_btd, batch, 0.25)
+    loss_sum, dx_btd, grads = head_grads(head, params, x_btd, batch, 0.25)
     torch.testing.assert_close(loss_sum, loss.detach())
     torch.testing.assert_close(head.fn(params, x_btd, batch), loss.detach())
     torch.testing.assert_close(dx_btd, x_leaf.grad)
@@ -67,20 +89,18 @@ def test_head_loss_and_grads_equal_autograd(
 
 def test_head_loss_is_differentiable() -> None:
     head, params, x_btd, batch = head_case()
-    assert head.grads_fn is not None
     _, pull = vjp(lambda params, x: head.fn(params, x, batch), params, x_btd)
     grads, dx_btd = pull(torch.tensor(0.25))
-    _, expected_dx, expected = head.grads_fn(params, x_btd, batch, 0.25)
+    _, expected_dx, expected = head_grads(head, params, x_btd, batch, 0.25)
     torch.testing.assert_close(dx_btd, expected_dx)
     torch.testing.assert_close(grads, expected)
 
 
 def test_head_without_targets_has_no_loss_and_no_gradient() -> None:
     head, params, x_btd, batch = head_case()
-    assert head.grads_fn is not None
     batch = {"targets_bt": torch.full_like(batch["targets_bt"], IGNORE_INDEX)}
     for case in (batch, {**batch, "target_index_n": torch.empty(0, dtype=torch.int64)}):
-        loss_sum, dx_btd, grads = head.grads_fn(params, x_btd, case, 1.0)
+        loss_sum, dx_btd, grads = head_grads(head, params, x_btd, case, 1.0)
         assert float(loss_sum) == float(head.fn(params, x_btd, case)) == 0
         assert not any(grad.any() for grad in (dx_btd, *grads.values()))
 
@@ -106,7 +126,7 @@ def test_embed_grads_equal_vjp() -> None:
     params, batch, dx_btd = embed_case(torch.float32)
     _, pull = vjp(lambda params: F.embedding(batch["tokens_bt"], params["embed_tokens.weight"]), params)
     expected = pull(dx_btd)[0]["embed_tokens.weight"]
-    grads = embed_grads(params, batch, dx_btd)["embed_tokens.weight"]
+    grads = embed_grads(params, batch, dx_btd)
     torch.testing.assert_close(grads, expected)
     assert not grads[8].any(), "a token that was never used"
 
@@ -115,9 +135,14 @@ def test_embed_grads_accumulate_in_fp32() -> None:
     params, batch, dx_btd = embed_case(torch.bfloat16)
     exact = torch.zeros(9, 13, dtype=torch.float64)
     exact.index_add_(0, batch["tokens_bt"].reshape(-1), dx_btd.reshape(-1, 13).double())
-    grads = embed_grads(params, batch, dx_btd)["embed_tokens.weight"]
-    assert grads.dtype == torch.bfloat16
-    assert torch.equal(grads, exact.float().to(torch.bfloat16))
+    assert torch.equal(embed_grads(params, batch, dx_btd), exact.float())
+
+
+def test_embed_grads_in_slices_of_the_width_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, batch, dx_btd = embed_case(torch.bfloat16)
+    whole = embed_grads(params, batch, dx_btd)
+    monkeypatch.setattr(vocabulary, "SLICE_BYTES", 4 * 9 * 5)
+    assert torch.equal(embed_grads(params, batch, dx_btd), whole)
 
 
 @pytest.mark.parametrize("tokens", [[3, 67], torch.tensor([[0, 67], [1, 2]]), [-1, 3]])
@@ -134,9 +159,9 @@ def test_token_ids_up_to_the_last_row_pass() -> None:
 @pytest.mark.gpu
 def test_gpu_embed_grads_repeat_bit_for_bit() -> None:
     params, batch, dx_btd = embed_case(torch.bfloat16)
-    cpu = embed_grads(params, batch, dx_btd)["embed_tokens.weight"]
+    cpu = embed_grads(params, batch, dx_btd)
     on_gpu = [{name: x.cuda() for name, x in tree.items()} for tree in (params, batch)]
-    runs = [embed_grads(on_gpu[0], on_gpu[1], dx_btd.cuda())["embed_tokens.weight"] for _ in range(5)]
+    runs = [embed_grads(on_gpu[0], on_gpu[1], dx_btd.cuda()) for _ in range(5)]
     assert all(torch.equal(run, runs[0]) for run in runs)
     torch.testing.assert_close(runs[0].cpu(), cpu)
 
@@ -144,10 +169,9 @@ def test_gpu_embed_grads_repeat_bit_for_bit() -> None:
 @pytest.mark.gpu
 def test_gpu_head_grads_equal_those_of_the_cpu() -> None:
     head, params, x_btd, batch = head_case()
-    assert head.grads_fn is not None
-    loss, dx_btd, grads = head.grads_fn(params, x_btd, batch, 0.25)
+    loss, dx_btd, grads = head_grads(head, params, x_btd, batch, 0.25)
     on_gpu = [{name: x.cuda() for name, x in tree.items()} for tree in (params, batch)]
-    gpu_loss, gpu_dx, gpu_grads = head.grads_fn(on_gpu[0], x_btd.cuda(), on_gpu[1], 0.25)
+    gpu_loss, gpu_dx, gpu_grads = head_grads(head, on_gpu[0], x_btd.cuda(), on_gpu[1], 0.25)
     torch.testing.assert_close(gpu_loss.cpu(), loss)
     torch.testing.assert_close(gpu_dx.cpu(), dx_btd)
     for name, grad in grads.items():

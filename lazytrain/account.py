@@ -1,0 +1,137 @@
+"""Account for every millisecond of a step: what computed, and what the compute queue waited for.
+
+    step = forward + backward + head + update on the device + exposed (h2d, d2h, CPU update, NVMe) + idle
+
+A gap in the compute queue belongs, moment by moment, to the first of these that was busy then: NVMe reads, the CPU's
+update, copies to the device, NVMe writes, copies from it. Where none was, the queue was idle: the host had not launched
+anything. The parts sum to the step by construction.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from lazytrain.lanes import COMPUTE, CPU, D2H, H2D, NVME_READ, NVME_WRITE
+
+# Who is to blame for a gap, in this order.
+BLAMED = ((NVME_READ, "nvme_ms"), (CPU, "cpu_update_ms"), (H2D, "h2d_ms"), (NVME_WRITE, "nvme_ms"), (D2H, "d2h_ms"))
+COMPUTED = {"forward": "forward_ms", "backward": "backward_ms", "head": "head_ms", "update": "device_update_ms"}
+
+
+class Work(NamedTuple):
+    """A stretch of time on one queue."""
+
+    start_ms: float
+    end_ms: float
+
+
+class AnySpan(Protocol):
+    """A span of the trace, or an event of the simulator."""
+
+    @property
+    def name(self) -> str:
+        """Return what was done."""
+
+    @property
+    def queue(self) -> str:
+        """Return where."""
+
+    @property
+    def start_ms(self) -> float:
+        """Return when it began."""
+
+    @property
+    def end_ms(self) -> float:
+        """Return when it ended."""
+
+
+class Account(NamedTuple):
+    """Where a step's time went, in ms; the fields but the first sum to the first.
+
+    forward, backward, head, device_update, other: the compute queue was busy (other: embed and small work).
+    h2d, d2h, cpu_update, nvme: it waited for that. idle: nothing was queued.
+    """
+
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    head_ms: float
+    device_update_ms: float
+    other_ms: float
+    h2d_ms: float
+    d2h_ms: float
+    cpu_update_ms: float
+    nvme_ms: float
+    idle_ms: float
+
+    @property
+    def compute_ms(self) -> float:
+        """Return how long the compute queue was busy."""
+        return self.forward_ms + self.backward_ms + self.head_ms + self.device_update_ms + self.other_ms
+
+    def describe(self) -> str:
+        """Return one line: what bounds this step, and every part above a thousandth of it."""
+        parts = {name.removesuffix("_ms").replace("_", " "): ms for name, ms in self._asdict().items()}
+        total = parts.pop("step")
+        exposed = {name: parts[name] for name in ("h2d", "d2h", "cpu update", "nvme", "idle")}
+        worst = max(exposed, key=lambda name: exposed[name])
+        bound = "compute" if total and self.compute_ms >= 0.9 * total else worst
+        shares = ", ".join(
+            f"{'exposed ' if name in exposed and name != 'idle' else ''}{name} {ms:.1f}"
+            for name, ms in parts.items()
+            if ms > 1e-3 * total
+        )
+        return f"bound by {bound}: {total:.1f} ms = {shares}"
+
+
+def account_step(spans: Iterable[AnySpan], start_ms: float, end_ms: float) -> Account:
+    """Return the account of [start_ms, end_ms], a whole step, from the spans of all queues that reach into it."""
+    inside = [s for s in spans if s.end_ms > start_ms and s.start_ms < end_ms]
+    times = dict.fromkeys(Account._fields, 0.0)
+    times["step_ms"] = end_ms - start_ms
+    busy, position = list[Work](), start_ms
+    for span in sorted((s for s in inside if s.queue == COMPUTE), key=lambda s: s.start_ms):
+        begin, end = max(span.start_ms, position), min(span.end_ms, end_ms)
+        if end > begin:
+            times[COMPUTED.get(span.name, "other_ms")] += end - begin
+            busy.append(Work(begin, end))
+            position = end
+    gaps = _gaps(busy, start_ms, end_ms)
+    for queue, field in BLAMED:
+        blamed = merge(Work(s.start_ms, s.end_ms) for s in inside if s.queue == queue)
+        rest: list[Work] = []
+        for gap in gaps:
+            position = gap.start_ms
+            for work in blamed:
+                begin, end = max(work.start_ms, position), min(work.end_ms, gap.end_ms)
+                if end > begin:
+                    times[field] += end - begin
+                    if begin > position:
+                        rest.append(Work(position, begin))
+                    position = end
+            if gap.end_ms > position:
+                rest.append(Work(position, gap.end_ms))
+        gaps = rest
+    times["idle_ms"] = sum(gap.end_ms - gap.start_ms for gap in gaps)
+    return Account(**times)
+
+
+def merge(works: Iterable[Work]) -> list[Work]:
+    """Return the union of stretches as disjoint ones, in order."""
+    merged: list[Work] = []
+    for work in sorted(works):
+        if merged and work.start_ms <= merged[-1].end_ms:
+            merged[-1] = Work(merged[-1].start_ms, max(merged[-1].end_ms, work.end_ms))
+        else:
+            merged.append(work)
+    return merged
+
+
+def _gaps(busy: Sequence[Work], start_ms: float, end_ms: float) -> list[Work]:
+    gaps, position = [], start_ms
+    for work in busy:
+        if work.start_ms > position:
+            gaps.append(Work(position, work.start_ms))
+        position = max(position, work.end_ms)
+    if end_ms > position:
+        gaps.append(Work(position, end_ms))
+    return gaps
