@@ -15,6 +15,8 @@ from lazytrain.lanes import COMPUTE, CPU, D2H, H2D, NVME_READ, NVME_WRITE
 # Who is to blame for a gap, in this order.
 BLAMED = ((NVME_READ, "nvme_ms"), (CPU, "cpu_update_ms"), (H2D, "h2d_ms"), (NVME_WRITE, "nvme_ms"), (D2H, "d2h_ms"))
 COMPUTED = {"forward": "forward_ms", "backward": "backward_ms", "head": "head_ms", "update": "device_update_ms"}
+COMPUTE_PARTS = ("forward", "backward", "head", "device_update", "other")
+COMPUTE_BOUND = 0.9
 
 
 class Work(NamedTuple):
@@ -30,6 +32,10 @@ class AnySpan(Protocol):
     @property
     def name(self) -> str:
         """Return what was done."""
+
+    @property
+    def unit(self) -> str:
+        """Return for which unit."""
 
     @property
     def queue(self) -> str:
@@ -66,25 +72,33 @@ class Account(NamedTuple):
     @property
     def compute_ms(self) -> float:
         """Return how long the compute queue was busy."""
-        return self.forward_ms + self.backward_ms + self.head_ms + self.device_update_ms + self.other_ms
+        return sum(getattr(self, f"{name}_ms") for name in COMPUTE_PARTS)
+
+    @property
+    def exposed_ms(self) -> dict[str, float]:
+        """Return what the compute queue waited for, by name."""
+        names = {"h2d": self.h2d_ms, "d2h": self.d2h_ms, "cpu update": self.cpu_update_ms, "nvme": self.nvme_ms}
+        return names | {"idle": self.idle_ms}
+
+    @property
+    def bound(self) -> str:
+        """Return what bounds the step: compute, where that is most of it, or what it waited for longest."""
+        if self.compute_ms >= COMPUTE_BOUND * self.step_ms:
+            return "compute"
+        return max(self.exposed_ms, key=lambda name: self.exposed_ms[name])
 
     def describe(self) -> str:
         """Return one line: what bounds this step, and every part above a thousandth of it."""
-        parts = {name.removesuffix("_ms").replace("_", " "): ms for name, ms in self._asdict().items()}
-        total = parts.pop("step")
-        exposed = {name: parts[name] for name in ("h2d", "d2h", "cpu update", "nvme", "idle")}
-        worst = max(exposed, key=lambda name: exposed[name])
-        bound = "compute" if total and self.compute_ms >= 0.9 * total else worst
-        shares = ", ".join(
-            f"{'exposed ' if name in exposed and name != 'idle' else ''}{name} {ms:.1f}"
-            for name, ms in parts.items()
-            if ms > 1e-3 * total
-        )
-        return f"bound by {bound}: {total:.1f} ms = {shares}"
+        computed = {name: getattr(self, f"{name}_ms") for name in COMPUTE_PARTS}
+        parts = {name.replace("_", " "): ms for name, ms in computed.items()}
+        parts |= {name if name == "idle" else f"exposed {name}": ms for name, ms in self.exposed_ms.items()}
+        shares = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 1e-3 * self.step_ms)
+        return f"bound by {self.bound}: {self.step_ms:.1f} ms = {shares}"
 
 
-def account_step(spans: Iterable[AnySpan], start_ms: float, end_ms: float) -> Account:
-    """Return the account of [start_ms, end_ms], a whole step, from the spans of all queues that reach into it."""
+def account_step(step_ms: float, spans: Iterable[AnySpan]) -> Account:
+    """Return the account of a step that lasts from 0 to `step_ms`, from the spans of all queues that reach into it."""
+    start_ms, end_ms = 0.0, step_ms
     inside = [s for s in spans if s.end_ms > start_ms and s.start_ms < end_ms]
     times = dict.fromkeys(Account._fields, 0.0)
     times["step_ms"] = end_ms - start_ms

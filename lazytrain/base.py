@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
+from lazytrain.account import Account
+
 Params = dict[str, Tensor]
 Context = dict[str, Tensor]
 Batch = Mapping[str, Tensor]
@@ -117,6 +119,7 @@ class StepMetrics(NamedTuple):
 
     loss: mean over the step's target tokens. grad_norm: before clipping. clip_coef: what grads were scaled by.
     skipped: the norm was not finite and the step left weights, states and t untouched.
+    last_account: where the time of the step before went, by the spans of all queues; None after a start or a pause.
     """
 
     step: int
@@ -128,3 +131,4 @@ class StepMetrics(NamedTuple):
     skipped: bool
     bad_unit: str | None
     step_s: float
+    last_account: Account | None = None

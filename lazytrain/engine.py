@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lazytrain.account import account_step
 from lazytrain.activations import Activations
 from lazytrain.arrivals import Arrivals
 from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit
@@ -14,8 +15,9 @@ from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
 from lazytrain.gradients import GradientSink, norm_of_squares
 from lazytrain.homes import FillUnit, build_homes
-from lazytrain.lanes import COMPUTE, Lanes, Worker
+from lazytrain.lanes import COMPUTE, Lanes, Span, Worker
 from lazytrain.optimizer import AdamWSettings
+from lazytrain.prefetch import Prefetch
 from lazytrain.programs import ProgramCache
 from lazytrain.solver.plan import Plan
 from lazytrain.spill import SpillStore
@@ -64,6 +66,8 @@ class Engine:
         self.num_updates = 0
         self.live_step = 0
         self._pending: PendingUpdate | None = None
+        self._ahead: Prefetch | None = None  # loads of the next forward sweep that are on their way
+        self._is_interrupted = True  # nothing that was recorded belongs to the next step
         self._last_sink: GradientSink | None = None  # its buffers may still be read by d2h
 
     def step(self, batch: Batch, *, step: int, lr: float) -> StepMetrics:
@@ -72,21 +76,31 @@ class Engine:
         num_targets = self.model.count(batch)
         if num_targets <= 0:
             raise DataError(f"step {step}: no position of the batch has a target. Drop such rows when encoding.")
+        was_interrupted, self._is_interrupted = self._is_interrupted, False
+        if was_interrupted:
+            self.lanes.begin_step()
         with torch.no_grad(), deterministic(self.device):
             batches, contexts = self._microbatches(batch)
             tied = self.model.tied
             sink = GradientSink(self.homes, self.lanes, num_microbatches=len(batches), tied=tied)
-            xs, stash = self.sweep.forward(batches, contexts, self._pending)
-            self._pending = None
+            pending, ahead = self._pending, self._ahead
+            self._pending = self._ahead = None
+            xs, stash = self.sweep.forward(batches, contexts, pending, ahead)
             loss_sum, cotangents = self.sweep.loss(xs, batches, 1.0 / num_targets, sink)
             self.sweep.backward(cotangents, batches, contexts, stash, sink)
+            following = self._next_update(lr)
+            self._ahead = self.sweep.load_ahead(following)
+            # While the device works on, the host looks at the step before.
+            account = None if was_interrupted else account_step(*self.lanes.read_step())
             # The one host synchronisation of a step.
             *squares, loss = torch.cat((sink.squares, loss_sum.double().view(1))).cpu().tolist()
+        self.lanes.end_step()
         self._last_sink = sink
         grad_norm, bad_index = norm_of_squares(squares)
         coef, bad_unit = 0.0, None
         if bad_index is not None:
             bad_unit = self.homes.units[bad_index].unit.name
+            following.cancel()
             sink.drop()
             if self.settings.error_if_nonfinite:
                 raise NonFiniteError(
@@ -95,7 +109,8 @@ class Engine:
                 )
         else:
             coef = self.settings.clip_coef(grad_norm)
-            self._schedule_update(coef, lr)
+            following.decide(coef)
+            self._schedule(following)
         return StepMetrics(
             step=step,
             loss=loss / num_targets,
@@ -106,11 +121,22 @@ class Engine:
             skipped=bad_index is not None,
             bad_unit=bad_unit,
             step_s=time.perf_counter() - start_s,
+            last_account=account,
         )
+
+    def read_step(self) -> tuple[Span, ...]:
+        """Return the spans of the last step, in ms from its begin; waits for the device."""
+        if self.lanes.is_cuda:
+            torch.cuda.synchronize(self.device)
+        return self.lanes.read_step()[1]
 
     def finish_updates(self) -> None:
         """Run what is still pending, so that homes hold the state after the last step."""
-        pending, self._pending = self._pending, None
+        pending, ahead = self._pending, self._ahead
+        self._pending = self._ahead = None
+        self._is_interrupted = True
+        if ahead is not None:
+            ahead.wait()
         with torch.no_grad():
             if pending is not None:
                 for home in self.homes.units:
@@ -144,10 +170,13 @@ class Engine:
         for worker in (self.loader, self.updater, self.writer):
             worker.close()
 
-    def _schedule_update(self, coef: float, lr: float) -> None:
-        self.num_updates += 1
+    def _next_update(self, lr: float) -> PendingUpdate:
+        """Return the update that follows the running step, still to be decided."""
         due = {home.index for home in self.homes.units if home.has_params}
-        pending = PendingUpdate(coef=coef, hyper=self.settings.hyper(lr, self.num_updates), due=due)
+        return PendingUpdate(hyper=self.settings.hyper(lr, self.num_updates + 1), due=due)
+
+    def _schedule(self, pending: PendingUpdate) -> None:
+        self.num_updates += 1
         for home in start_cpu_updates(self.homes, pending, self.updater):
             self.arrivals.forget(home)
         self._pending = pending if pending.due else None

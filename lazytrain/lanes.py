@@ -1,10 +1,11 @@
 """Queues of work: the compute stream, the two copy streams, and worker threads; what they moved and when.
 
 On CUDA a queue is a stream, and a ticket is an event recorded on it. On the CPU the same calls run at once, in the
-caller's order, so that one code path serves both. `Lanes.bytes_moved` counts every copy; `Lanes.start_trace` turns on
-the recording of spans, which the timeline shows.
+caller's order, so that one code path serves both. `Lanes.bytes_moved` counts every copy, and every span is recorded
+until the step is over (`end_step`), for the timeline and the account of where the time went (`read_step`).
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from torch import Tensor
 
 COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
 CPU, NVME_READ, NVME_WRITE = "cpu", "nvme_read", "nvme_write"
+QUEUE_NAMES = (COMPUTE, H2D, D2H, CPU, NVME_READ, NVME_WRITE)
 
 
 class Span(NamedTuple):
@@ -59,9 +61,10 @@ class Lanes:
                 H2D: torch.cuda.Stream(device),
                 D2H: torch.cuda.Stream(device),
             }
-        self._trace: list[tuple[str, str, str, Any, Any]] | None = None
-        self._origin: Any = None
-        self._origin_s = 0.0
+        self._spans: list[_RawSpan] = []
+        self._earlier: list[_RawSpan] = []  # of the last whole step
+        self._oldest: list[_RawSpan] = []  # of the step before it, which may reach into it
+        self._begin = self._end = self._mark()
 
     @contextmanager
     def span(self, queue: str, name: str, unit: str, after: Iterable[Ticket | None] = ()) -> Iterator[Ticket]:
@@ -76,16 +79,13 @@ class Lanes:
         for other in after:
             if other is not None and other.event is not None:
                 stream.wait_event(other.event)
-        timed = self._trace is not None
-        start = torch.cuda.Event(enable_timing=True) if timed else None
+        start = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
-            if start is not None:
-                start.record(stream)
+            start.record(stream)
             yield ticket
-            ticket.event = torch.cuda.Event(enable_timing=timed)
+            ticket.event = torch.cuda.Event(enable_timing=True)
             ticket.event.record(stream)
-        if start is not None:
-            self._note(queue, name, unit, start, ticket.event)
+        self._note(queue, name, unit, start, ticket.event)
 
     def make_copy_buffers(self, count: int, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], Ticket]:
         """Return device buffers for a copy queue to write to, and the ticket that the first copies must wait for.
@@ -107,32 +107,56 @@ class Lanes:
         with self._counting:
             self.bytes_moved[queue] += num_bytes
 
-    def start_trace(self) -> None:
-        """Record the spans that follow, until `end_trace`."""
-        self._trace = []
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-            self._origin = torch.cuda.Event(enable_timing=True)
-            self._origin.record(self._streams[COMPUTE])
-            torch.cuda.synchronize(self.device)
-        self._origin_s = time.perf_counter()
+    def begin_step(self) -> None:
+        """Forget what was recorded: the step begins now, not where the last one ended."""
+        self._spans, self._earlier, self._oldest = [], [], []
+        self._begin = self._end = self._mark()
 
-    def end_trace(self) -> tuple[Span, ...]:
-        """Return the recorded spans, in order of their start; waits for the device."""
-        recorded, self._trace = self._trace or [], None
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-        spans = [Span(name, unit, queue, self._ms(a), self._ms(b)) for queue, name, unit, a, b in recorded]
-        return tuple(sorted(spans, key=lambda s: s.start_ms))
+    def end_step(self) -> None:
+        """Note that a step ends here, on the compute queue and on the host: the next one begins."""
+        self._oldest, self._earlier, self._spans = self._earlier, self._spans, []
+        self._begin, self._end = self._end, self._mark()
+
+    def read_step(self) -> tuple[float, tuple[Span, ...]]:
+        """Return the last whole step's time in ms, and its spans, in ms from its begin, in order of their start.
+
+        Call it once the device has passed `end_step`. A span that goes on beyond now ends now.
+        """
+        step_ms = self._ms(self._end)
+        spans = [
+            Span(name, unit, queue, self._ms(a), self._ms(b))
+            for queue, name, unit, a, b in (*self._oldest, *self._earlier)
+        ]
+        inside = [s for s in spans if s.start_ms < step_ms and s.end_ms > 0]
+        return step_ms, tuple(sorted(inside, key=lambda s: s.start_ms))
 
     def _note(self, queue: str, name: str, unit: str, start: Any, end: Any) -> None:
-        if self._trace is not None:
-            self._trace.append((queue, name, unit, start, end))
+        self._spans.append((queue, name, unit, start, end))
 
-    def _ms(self, mark: Any) -> float:
-        if isinstance(mark, float):
-            return (mark - self._origin_s) * 1e3
-        return self._origin.elapsed_time(mark)
+    def _mark(self) -> "_Mark":
+        event = None
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._streams[COMPUTE])
+        return _Mark(event, time.perf_counter())
+
+    def _ms(self, moment: Any) -> float:
+        """Return a moment (host time, event or mark) in ms from the begin of the step that ended last."""
+        if isinstance(moment, _Mark):
+            moment = moment.host_s if moment.event is None else moment.event
+        if isinstance(moment, float):
+            return (moment - self._begin.host_s) * 1e3
+        return self._begin.event.elapsed_time(moment) if moment.query() else math.inf
+
+
+class _Mark(NamedTuple):
+    """One moment on the compute queue (None on the CPU) and on the host."""
+
+    event: Any
+    host_s: float
+
+
+_RawSpan = tuple[str, str, str, Any, Any]
 
 
 class Worker:

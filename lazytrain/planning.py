@@ -20,6 +20,8 @@ from lazytrain.solver.simulator import simulate
 # Enough to keep a GPU's matrix units busy; more only costs memory.
 CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
+# What the allocator may lose of a given limit to rounding and fragments.
+LIMIT_SHARE = 0.97
 
 
 class Planned(NamedTuple):
@@ -37,7 +39,8 @@ def default_limits(
     host = host_memory or int(available_host_bytes() * HOST_SHARE)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return {"device": min(gpu_memory or free, int(free * DEVICE_SHARE)), "host": host}
+        limit = free if gpu_memory is None else int(gpu_memory * LIMIT_SHARE)
+        return {"device": min(limit, int(free * DEVICE_SHARE)), "host": host}
     return {"device": gpu_memory or host // 2, "host": host}
 
 
@@ -66,6 +69,12 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
         raise MemoryBudgetError(f"{path} does not fit this machine's budgets ({missing}). Edit it, or plan anew.")
     plan = plan.with_prediction(simulate(problem, plan).predicted)
     return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
+
+
+def solve_problem(problem: Problem) -> Planned | None:
+    """Return the solved plan of a profiled problem; None where nothing fits."""
+    result = solve(problem)
+    return None if result.plan is None else Planned(result.plan, problem, result)
 
 
 def choose_plan(

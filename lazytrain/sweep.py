@@ -54,15 +54,23 @@ class Sweep:
     _fetch_use: dict[int, Ticket] = field(default_factory=dict)
 
     def forward(
-        self, batches: Sequence[Batch], contexts: Sequence[Context], pending: PendingUpdate | None
+        self,
+        batches: Sequence[Batch],
+        contexts: Sequence[Context],
+        pending: PendingUpdate | None,
+        ahead: Prefetch | None = None,
     ) -> tuple[list[Tensor], Stash]:
         """Run embed and all blocks, updating each unit before its use where an update is pending.
+
+        Args:
+            ahead: what `load_ahead` returned for this update; None = nothing was loaded yet.
 
         Returns:
             The head's inputs, x_btd of each microbatch, and what backward needs.
         """
         homes = self.homes.units
-        prefetch = self._prefetch_forward(pending)
+        prefetch = ahead or self._prefetch_forward(pending)
+        prefetch.release()
         stash, xs = Stash(), []
         for position, home in enumerate(homes):
             arrival = prefetch.take(position)
@@ -200,7 +208,16 @@ class Sweep:
             rest = rest[count:]
         return boundaries, residuals
 
-    def _prefetch_forward(self, pending: PendingUpdate | None) -> Prefetch:
+    def load_ahead(self, pending: PendingUpdate) -> Prefetch:
+        """Start the loads of the next forward sweep before its update is decided: behind this step's last copies.
+
+        The first unit that the CPU updates, or that is read from NVMe, ends it.
+        """
+        homes = self.homes.units
+        late = (h.has_params and (h.plan.update == "cpu" or "nvme" in (h.plan.weights, h.plan.states)) for h in homes)
+        return self._prefetch_forward(pending, held_from=next((p for p, is_late in enumerate(late) if is_late), None))
+
+    def _prefetch_forward(self, pending: PendingUpdate | None, *, held_from: int | None = None) -> Prefetch:
         homes = self.homes.units
         slots = [self.arrivals.slot_of(home) for home in homes]
         buffers = [
@@ -210,7 +227,7 @@ class Sweep:
             Job(lambda home=home: self.arrivals.bring(home, pending), max(last_user(slots, p), last_user(buffers, p)))  # type: ignore[misc]
             for p, home in enumerate(homes)
         ]
-        return Prefetch(jobs, self.loader)
+        return Prefetch(jobs, self.loader, held_from=held_from)
 
     def _prefetch_backward(self, order: list[int], stash: Stash) -> Prefetch:
         blocks = self.homes.units[1:-1]

@@ -4,6 +4,7 @@ The norm of all grads is known when the backward sweep ends. Then the units are 
 its own next forward and after nothing else: on the CPU by the worker below, on the device when the unit arrives there.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,11 +17,22 @@ from lazytrain.optimizer import update_unit_into
 
 @dataclass(kw_only=True)
 class PendingUpdate:
-    """An update whose clip coefficient is known; `due` holds the indexes of the units that still wait for it."""
+    """The update between two steps; `due` holds the indexes of the units that still wait for it.
 
-    coef: float
+    It is made before the norm is known, so that the first units' states can be on their way: `decide` completes it.
+    """
+
     hyper: AdamWHyper
     due: set[int] = field(default_factory=set)
+    coef: float = math.nan
+
+    def decide(self, coef: float) -> None:
+        """Set what grads are scaled by."""
+        self.coef = coef
+
+    def cancel(self) -> None:
+        """Skip the update of all units."""
+        self.due.clear()
 
     def is_due(self, home: UnitHome) -> bool:
         """Return whether this unit still waits."""

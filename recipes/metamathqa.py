@@ -209,14 +209,11 @@ def train(
     ):
         while state.step < job.num_steps and not stop.requested:
             traced = state.step == min(first + TRACED_STEP, job.num_steps - 1)
-            lanes = state.engine.lanes
             counts = job.stream.count_tokens(state.step)
             batch = job.stream.batch(state.step)
-            if traced:
-                lanes.start_trace()
             state, metrics = step(state, batch)
             if traced:
-                spans = lanes.end_trace()
+                spans = state.engine.read_step()
             metrics_file.write(metrics, counts, batch)
             if metrics.skipped:
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")

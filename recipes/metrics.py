@@ -24,7 +24,9 @@ class MetricsFile:
 
     def write(self, metrics: StepMetrics, counts: TokenCounts, batch: Mapping[str, Tensor]) -> None:
         """Append one step."""
+        account = metrics.last_account
         row = metrics._asdict() | {
+            "last_account": None if account is None else {k: round(ms, 3) for k, ms in account._asdict().items()},
             "real_tokens": counts.real_tokens,
             "padding_tokens": counts.padding_tokens,
             "shape": list(batch["tokens_bt"].shape),
@@ -56,6 +58,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_metrics(metrics: StepMetrics, counts: TokenCounts) -> str:
-    """Return loss, norm, rate and speed in a few words."""
+    """Return loss, norm, rate, speed and what bounds a step in a few words."""
     rate = counts.real_tokens / metrics.step_s
-    return f"loss {metrics.loss:.4f}, norm {metrics.grad_norm:.2f}, lr {metrics.lr:.2e}, {rate:,.0f} tokens/s"
+    note = f"loss {metrics.loss:.4f}, norm {metrics.grad_norm:.2f}, lr {metrics.lr:.2e}, {rate:,.0f} tokens/s"
+    return note if metrics.last_account is None else f"{note}, bound by {metrics.last_account.bound}"

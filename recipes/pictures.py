@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lazytrain.account import AnySpan
 
 QUEUES = ("compute", "h2d", "d2h", "cpu", "nvme_read", "nvme_write")
 COLORS = {
@@ -26,31 +28,11 @@ COLORS = {
 OTHER_COLOR = "#bbbbbb"
 
 
-class Bar(Protocol):
-    """A piece of work of the simulator or of the trace."""
-
-    @property
-    def name(self) -> str:
-        """Return what was done."""
-
-    @property
-    def queue(self) -> str:
-        """Return where."""
-
-    @property
-    def start_ms(self) -> float:
-        """Return when it began."""
-
-    @property
-    def end_ms(self) -> float:
-        """Return when it ended."""
-
-
 def draw_run(
     path: Path,
     losses: Sequence[tuple[int, float]],
-    predicted: Sequence[Bar],
-    measured: Sequence[Bar],
+    predicted: Sequence[AnySpan],
+    measured: Sequence[AnySpan],
     *,
     predicted_ms: float,
     measured_ms: float,
@@ -67,27 +49,54 @@ def draw_run(
     axes[0].set(xlabel="step", ylabel="loss", title="Training loss")
     axes[0].set_yscale("log")
     axes[0].grid(alpha=0.3)
-    end_ms = max([predicted_ms, measured_ms, *(bar.end_ms for bar in (*predicted, *measured))])
-    draw_timeline(axes[1], predicted, f"One step, predicted: {predicted_ms:.1f} ms", end_ms)
-    draw_timeline(axes[2], measured, f"One step, measured: {measured_ms:.1f} ms", end_ms)
-    names = sorted({color_key(bar.name) for bar in (*predicted, *measured)} & set(COLORS))
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in names]
-    if names:
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    _draw_both(figure, axes[1:], predicted, measured, predicted_ms=predicted_ms, measured_ms=measured_ms)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def draw_timeline(axes: Axes, bars: Sequence[Bar], title: str, end_ms: float) -> None:
-    """Draw bars by queue, one row each, from 0 to `end_ms`."""
+def draw_step(
+    path: Path,
+    predicted: Sequence[AnySpan],
+    measured: Sequence[AnySpan],
+    *,
+    predicted_ms: float,
+    measured_ms: float,
+) -> None:
+    """Write a PNG of one step's timelines (see `draw_run`)."""
+    figure, axes = pyplot.subplots(2, 1, figsize=(14, 6), layout="constrained")
+    _draw_both(figure, axes, predicted, measured, predicted_ms=predicted_ms, measured_ms=measured_ms)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_both(
+    figure: Figure,
+    axes: Sequence[Axes],
+    predicted: Sequence[AnySpan],
+    measured: Sequence[AnySpan],
+    *,
+    predicted_ms: float,
+    measured_ms: float,
+) -> None:
+    begin_ms, end_ms = 0.0, max(predicted_ms, measured_ms)
+    draw_timeline(axes[0], predicted, f"One step, predicted: {predicted_ms:.1f} ms", begin_ms, end_ms)
+    draw_timeline(axes[1], measured, f"One step, measured: {measured_ms:.1f} ms", begin_ms, end_ms)
+    names = sorted({color_key(bar.name) for bar in (*predicted, *measured)} & set(COLORS))
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in names]
+    if names:
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+
+
+def draw_timeline(axes: Axes, bars: Sequence[AnySpan], title: str, begin_ms: float, end_ms: float) -> None:
+    """Draw bars by queue, one row each, from `begin_ms` to `end_ms`."""
     rows = [queue for queue in QUEUES if any(bar.queue == queue for bar in bars)]
     for row, queue in enumerate(rows):
         mine = [bar for bar in bars if bar.queue == queue]
-        spans = [(bar.start_ms, max(bar.end_ms - bar.start_ms, end_ms * 1e-4)) for bar in mine]
+        spans = [(bar.start_ms, max(min(bar.end_ms, end_ms) - bar.start_ms, end_ms * 1e-4)) for bar in mine]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[COLORS.get(color_key(b.name), OTHER_COLOR) for b in mine])
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
-    axes.set(xlim=(0, end_ms), xlabel="ms", title=title)
+    axes.set(xlim=(begin_ms, end_ms), xlabel="ms", title=title)
 
 
 def color_key(name: str) -> str:

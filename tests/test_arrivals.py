@@ -27,7 +27,7 @@ def test_first_loads_wait_for_compute_queued_before_their_buffers_were_made() ->
     arrivals = Arrivals(homes, 2, lanes, Worker("writer", threaded=False))
     slots, buffers = (ticket for name, ticket, _ in lanes.spans if name == "reserve")
     block = homes.units[1]
-    arrivals.bring(block, PendingUpdate(coef=1.0, hyper=settings.hyper(1e-3, 1), due={block.index}))
+    arrivals.bring(block, PendingUpdate(hyper=settings.hyper(1e-3, 1), due={block.index}))
     waits = next(waits for name, _, waits in lanes.spans if name == "load weights")
     assert any(wait is slots for wait in waits)
     assert any(wait is buffers for wait in waits)  # the states follow the weights in the same queue

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--steps", "6", "--batch-size", "8", "--eval-limit", "6", "--eval-batch-size", "3", "--max-new-tokens", "6")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 DEADLINE_S = 180
-TIMES = ("step_s", "tokens_per_s")
+TIMES = ("step_s", "tokens_per_s", "last_account")
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

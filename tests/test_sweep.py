@@ -80,3 +80,37 @@ def test_nvme_is_written_once_a_step_and_read_for_each_use(tmp_path: Path) -> No
     moved, layout = count_bytes(plan, tmp_path)
     assert moved["nvme_write"] == NUM_BLOCKS * (layout.weight_bytes + layout.state_bytes)
     assert moved["nvme_write"] == moved["d2h"] - NUM_BLOCKS * layout.weight_bytes  # and grads, which stay in RAM
+
+
+def test_first_loads_of_the_next_step_are_queued_before_the_norm_is_known() -> None:
+    model = make_model(NUM_BLOCKS)
+    step = make_train_step(model, adamw8bit(1e-3), make_plan(depth=2), device="cpu")
+    state = step.init(make_params(model))
+    for i in range(2):
+        state, _ = step(state, make_batch(i, rows=ROWS))
+    spans = state.engine.read_step()
+    names = [(span.name, span.unit) for span in spans]
+    after = names[names.index(("embed backward", "embed")) + 1 :]
+    loads = [name for name in after if name[0].startswith("load")]
+    # Two blocks are still in their slots: states and grads come to the two update buffers.
+    assert loads == [
+        ("load states", "blocks.0"),
+        ("load grads", "blocks.0"),
+        ("load states", "blocks.1"),
+        ("load grads", "blocks.1"),
+    ]
+
+
+def test_a_unit_that_the_cpu_updates_is_not_loaded_ahead() -> None:
+    model = make_model(NUM_BLOCKS)
+    plan = make_plan(change=lambda i, unit: ON_CPU if i == 1 else unit)
+    step = make_train_step(model, adamw8bit(1e-3), plan, device="cpu")
+    state = step.init(make_params(model))
+    for i in range(2):
+        state, _ = step(state, make_batch(i, rows=ROWS))
+    names = [(span.name, span.unit) for span in state.engine.read_step()]
+    after = names[names.index(("embed backward", "embed")) + 1 :]
+    assert [name for name in after if name[0].startswith("load")] == [
+        ("load states", "blocks.0"),
+        ("load grads", "blocks.0"),
+    ]

@@ -174,6 +174,28 @@ def test_a_norm_that_is_not_finite_skips_the_whole_step(plan: str, tmp_path: Pat
         assert torch.equal(value, bad[name]), name
 
 
+@pytest.mark.parametrize("plan", ["resident", "streamed"])
+def test_a_skipped_step_in_between_changes_nothing(plan: str, tmp_path: Path) -> None:
+    """What was loaded for the skipped update is not used by the next one."""
+    plain = make_model()
+    scaled = replace(plain.head, fn=lambda p, x, batch: plain.head.fn(p, x, batch) * batch["factor_b"].amax())
+    model = replace(plain, head=scaled)
+    results = []
+    for with_bad in (False, True):
+        step = make_train_step(model, adamw8bit(1e-3), PLANS[plan], device="cpu", spill_dir=tmp_path)
+        state = step.init(make_params(model))
+        for i in range(4):
+            batch = make_batch(i) | {"factor_b": torch.ones(len(make_batch(i)["tokens_bt"]))}
+            if with_bad and i == 2:
+                state, metrics = step(state, batch | {"factor_b": torch.full_like(batch["factor_b"], torch.inf)})
+                assert metrics.skipped
+            state, metrics = step(state, batch)
+            assert not metrics.skipped
+        results.append({name: value.clone() for name, value in read_params(state)})
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
 def test_error_if_nonfinite_raises_and_leaves_the_state_usable() -> None:
     model = make_model()
     bad = make_params(model)

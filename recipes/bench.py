@@ -1,0 +1,308 @@
+"""Measure whole training steps of a model's shape on this machine: random weights, random tokens, any plan.
+
+    python -m lazytrain.recipes.bench --model qwen2.5-3b --batch 32 --gpu-memory 24GiB
+    python -m lazytrain.recipes.bench --model DIR --batch 8 --plans solved,cpu-update,device-update,recompute_all
+
+profile -> for every plan: solve or take it, place, warm up, measure -> what each step's time went to, beside predicted
+
+A plan is `solved`, `cpu-update` or `device-update` (solved with all updates forced there), the name of a heuristic that
+the planner lists, or a plan.json. Model TFLOP/s are 6 x parameters x tokens/s, tied parameters counted once.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import resource
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazytrain.account import Account
+from lazytrain.base import Model
+from lazytrain.configuration import ModelConfig
+from lazytrain.errors import LazyTrainError
+from lazytrain.lanes import Span
+from lazytrain.optimizer import adamw8bit
+from lazytrain.planning import Planned, choose_plan, default_limits, solve_problem
+from lazytrain.profiler import Profiler
+from lazytrain.programs import ProgramCache
+from lazytrain.recipes.options import parse_size
+from lazytrain.recipes.pictures import draw_step
+from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
+from lazytrain.recipes.traces import write_trace
+from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
+from lazytrain.solver.models import KNOWN_MODELS
+from lazytrain.solver.plan import Plan
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.simulator import simulate
+from lazytrain.trainer import TrainState, TrainStep, make_train_step
+from lazytrain.transformer import transformer_model
+
+GIB = 2**30
+# Chosen so that the curve has a few points on either side of its bend; every point is compiled.
+BUDGETS = (0.15, 0.3, 0.6, 1.0)
+FORCED = {"solved": (True, True), "cpu-update": (True, False), "device-update": (False, True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the steps of one plan took and needed; times in ms, memory in bytes."""
+
+    plan: str
+    step_ms: float
+    predicted_ms: float
+    tokens_per_s: float
+    tflops: float
+    device_peak_bytes: int | None
+    predicted_device_bytes: int
+    host_peak_bytes: int
+    predicted_host_bytes: int
+    startup_s: float
+    account: Account
+    losses_digest: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return 0, or 2 after one line that says what was wrong."""
+    options = _parse(arguments)
+    try:
+        run(options, lambda line: print(line, flush=True))
+    except (LazyTrainError, PlannerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measured]:
+    """Profile once, then measure every plan; write `bench.json`, plans, traces and pictures to `options.out`."""
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and options.gpu_memory is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory / total), device)
+    config = load_shape(options.model)
+    model = transformer_model(config)
+    options.out.mkdir(parents=True, exist_ok=True)
+    compile = device.type == "cuda" if options.compile is None else options.compile
+    programs = ProgramCache(compile=compile, exact=options.exact, budgets=BUDGETS if compile else ())
+    profiler = Profiler(
+        model=model,
+        settings=adamw8bit(1e-5).settings,
+        batch=random_batch(config, options.batch, options.seq, seed=0),
+        device=device,
+        dtype=torch.bfloat16,
+        programs=programs,
+        limits=default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory),
+        name=options.model,
+        spill_dir=options.spill_dir,
+        floor_s=options.floor,
+    )
+    start_s = time.perf_counter()
+    planned = choose_plan(profiler, num_microbatches=options.microbatches, report=say)
+    say(f"profile, compile and plan: {time.perf_counter() - start_s:.1f} s")
+    (options.out / "problem.json").write_text(json.dumps(planned.problem.to_dict()) + "\n", encoding="utf-8")
+    results = []
+    for name in options.plans.split(","):
+        chosen = planned if name == "solved" else _other_plan(name, planned)
+        if chosen is None:
+            say(f"{name}: does not fit, left out")
+            continue
+        say(format_plan(chosen.problem, chosen.plan))
+        say(format_prediction(chosen.problem, chosen.plan))
+        if name == "solved":
+            assert chosen.plan.predicted is not None
+            say(format_baselines(chosen.result.baselines, chosen.plan.predicted.step_ms))
+        results.append(_measure(name, chosen, model, config, programs, device, options, say))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    product = product_tflops(device)
+    say(
+        f"8192 x 8192 x 8192 product in bf16, after the steps: {product:.0f} TFLOP/s" if product else "no product timed"
+    )
+    rows = [{**vars(r), "account": r.account._asdict(), "product_tflops": product} for r in results]
+    (options.out / "bench.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return results
+
+
+def product_tflops(device: torch.device) -> float | None:
+    """Return the rate of a large bf16 matrix product, the machine's own measure; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(30):
+        a @ b
+    torch.cuda.synchronize(device)
+    return 30 * 2 * 8192**3 / (time.perf_counter() - start_s) / 1e12
+
+
+def _measure(
+    name: str,
+    planned: Planned,
+    model: Model,
+    config: ModelConfig,
+    programs: ProgramCache,
+    device: torch.device,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> Measured:
+    step = make_train_step(
+        model,
+        adamw8bit(1e-5),
+        planned.plan,
+        device=device,
+        dtype=torch.bfloat16,
+        programs=programs,
+        spill_dir=options.spill_dir,
+    )
+    start_s = time.perf_counter()
+    state = step.restore(make_fill(), step=0, num_updates=0, seed=0)
+    startup_s = time.perf_counter() - start_s
+    say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    state, accounts, losses = _take_steps(step, state, config, options, say)
+    spans = state.engine.read_step()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    result = _summarize(name, planned, model, accounts, losses, peak, startup_s)
+    _write(options.out, name, planned, spans, result)
+    for line in describe(result):
+        say(line)
+    state.engine.close()
+    return result
+
+
+def _take_steps(
+    step: TrainStep, state: TrainState, config: ModelConfig, options: argparse.Namespace, say: Callable[[str], None]
+) -> tuple[TrainState, list[Account], list[float]]:
+    """Take the steps, and one more, with which the last one's account comes."""
+    batches = [random_batch(config, options.batch, options.seq, seed=i) for i in range(2)]
+    accounts, losses = [], []
+    for i in range(options.warmup + options.steps + 1):
+        state, metrics = step(state, batches[i % 2])
+        losses.append(metrics.loss)
+        if metrics.last_account is not None and i > options.warmup:
+            accounts.append(metrics.last_account)
+        if i <= options.warmup or (i + 1) % 10 == 0:
+            say(f"  step {i}: loss {metrics.loss:.4f}, norm {metrics.grad_norm:.3f}, {metrics.step_s * 1e3:.1f} ms")
+    return state, accounts, losses
+
+
+def _summarize(
+    name: str,
+    planned: Planned,
+    model: Model,
+    accounts: Sequence[Account],
+    losses: Sequence[float],
+    peak: int | None,
+    startup_s: float,
+) -> Measured:
+    mean = Account(*(statistics.fmean(values) for values in zip(*accounts, strict=True)))
+    tokens, predicted = planned.problem.tokens_per_step, planned.plan.predicted
+    assert predicted is not None
+    return Measured(
+        plan=name,
+        step_ms=mean.step_ms,
+        predicted_ms=predicted.step_ms,
+        tokens_per_s=tokens / mean.step_ms * 1e3,
+        tflops=6 * model.num_params * tokens / mean.step_ms / 1e9,
+        device_peak_bytes=peak,
+        predicted_device_bytes=predicted.device_peak_bytes,
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        predicted_host_bytes=predicted.host_bytes,
+        startup_s=startup_s,
+        account=mean,
+        losses_digest=hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:16],
+    )
+
+
+def describe(result: Measured) -> list[str]:
+    """Return the lines that say what one plan gave, measured beside predicted."""
+    error = result.step_ms / result.predicted_ms - 1
+    lines = [
+        f"{result.plan}: {result.step_ms:.1f} ms a step (predicted {result.predicted_ms:.1f}, {error:+.1%}), "
+        f"{result.tokens_per_s:,.0f} tokens/s, {result.tflops:.0f} model TFLOP/s",
+        f"  {result.account.describe()}",
+        f"  host peak {result.host_peak_bytes / GIB:.1f} GiB of the process "
+        f"(predicted {result.predicted_host_bytes / GIB:.1f} for the plan); losses {result.losses_digest}",
+    ]
+    if result.device_peak_bytes is not None:
+        share = result.predicted_device_bytes / result.device_peak_bytes - 1
+        lines.append(
+            f"  device peak {result.device_peak_bytes / GIB:.2f} GiB "
+            f"(predicted {result.predicted_device_bytes / GIB:.2f}, {share:+.1%})"
+        )
+    return lines
+
+
+def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result: Measured) -> None:
+    label = Path(name).stem if name.endswith(".json") else name
+    planned.plan.save(out / f"plan-{label}.json")
+    write_trace(out / f"trace-{label}.json", spans)
+    draw_step(
+        out / f"step-{label}.png",
+        simulate(planned.problem, planned.plan).timeline,
+        spans,
+        predicted_ms=result.predicted_ms,
+        measured_ms=result.step_ms,
+    )
+
+
+def _other_plan(name: str, planned: Planned) -> Planned | None:
+    """Return a forced, heuristic or saved plan for the profiled problem; None where it does not fit."""
+    problem = planned.problem
+    if name in FORCED:
+        cpu, on_device = FORCED[name]
+        forced: Problem = replace(problem, allow_cpu_update=cpu, allow_device_update=on_device)
+        return solve_problem(forced)
+    if name.endswith(".json"):
+        plan = Plan.load(name)
+    else:
+        found = {baseline.name: baseline.plan for baseline in planned.result.baselines}
+        if name not in found:
+            return None
+        plan = found[name]
+    plan.validate(problem)
+    return Planned(plan.with_prediction(simulate(problem, plan).predicted), problem, planned.result)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m lazytrain.recipes.bench", description=(__doc__ or "").split("\n\n")[0]
+    )
+    known: dict[str, Any] = {"help": f"a model directory, or one of: {', '.join(KNOWN_MODELS)}"}
+    parser.add_argument("--model", required=True, **known)
+    parser.add_argument("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, help="chunks a step is cut in (default: the planner's)")
+    parser.add_argument("--plans", default="solved", help="comma-separated, see above (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps measured (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: %(default)s)")
+    parser.add_argument("--gpu-memory", type=parse_size, help="hard limit of device memory, for example 24GiB")
+    parser.add_argument("--host-memory", type=parse_size, help="host memory the plan may fill")
+    parser.add_argument("--spill-dir", type=Path, help="a directory on NVMe that the plan may use")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--exact", action="store_true", help="the same bits under any plan also when compiled")
+    parser.add_argument("--floor", type=float, default=0.3, help="seconds per measurement of the profile")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    # Before the first allocation on the device: memory comes in pages, so that it does not fragment.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    sys.exit(main())
