@@ -63,8 +63,8 @@ def _add_product_into(out_vd: Tensor, dlogits_cv: Tensor, h_cd: Tensor) -> None:
     if out_vd.dtype == dlogits_cv.dtype:
         out_vd.addmm_(dlogits_cv.T, h_cd)
         return
-    if dlogits_cv.is_cuda:
-        torch.addmm(out_vd, dlogits_cv.T, h_cd, out_dtype=out_vd.dtype, out=out_vd)
+    if dlogits_cv.is_cuda and out_vd.dtype == torch.float32:
+        torch.addmm(out_vd, dlogits_cv.T, h_cd, out_dtype=torch.float32, out=out_vd)
         return
     step = max(1, SLAB_BYTES // (4 * max(1, h_cd.shape[1])))
     for v in range(0, out_vd.shape[0], step):

@@ -13,6 +13,7 @@ LAZYTRAIN_CACHE (cache folder; default XDG_CACHE_HOME/lazytrain or ~/.cache/lazy
 Without a compiler one warning says so, and callers use the chunked torch reference: same bits, about 30 times slower.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -31,6 +32,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("adamw8bit.cpp")
 ABI_VERSION = 2
+POOL_NICENESS = 10
 # No contraction and no fast-math: bits must equal those of the reference. The others only let loops vectorise.
 BASE_FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared"),
@@ -257,11 +259,19 @@ def run_ranges(num_items: int, run: Callable[[int, int], None], *, min_items: in
         return
     with _lock:
         if threads not in _pools:
-            _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="lazytrain-update")
+            _pools[threads] = ThreadPoolExecutor(
+                threads, thread_name_prefix="lazytrain-update", initializer=_let_others_go_first
+            )
         pool = _pools[threads]
     starts = range(0, num_items, size)
     for future in [pool.submit(run, begin, min(begin + size, num_items)) for begin in starts]:
         future.result()
+
+
+def _let_others_go_first() -> None:
+    """Lower this thread's priority: a thread that launches kernels late idles the device, an update only ends later."""
+    with contextlib.suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POOL_NICENESS)
 
 
 def _forget_pools() -> None:

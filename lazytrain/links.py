@@ -15,11 +15,11 @@ from lazytrain.solver.problem import Hardware
 
 MIN_COPY_BYTES, MAX_COPY_BYTES = 4 << 20, 512 << 20
 NVME_TEST_BYTES = 256 << 20
-MIX_S = 1.0
+MIX_S, MIX_ALONE = 1.0, 5
 
 
 class MedianTimer(Protocol):
-    """What `lazytrain.profiler.Timer` offers."""
+    """What `lazytrain.timer.Timer` offers."""
 
     def median_ms(self, work: Callable[[], Any]) -> float:
         """Return the median time of one call."""
@@ -51,11 +51,11 @@ def measure_machine(
     other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
     memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
     h2d_gbs = d2h_gbs = memcpy_gbs
-    host_memory_gbs = 2 * memcpy_gbs
+    host_memory_gbs, slowdown = 2 * memcpy_gbs, 1.0
     if device.type == "cuda":
         both = _copy_both_ways(device, host, other)
         h2d_gbs = d2h_gbs = size / timer.median_ms(both) / 1e6
-        host_memory_gbs = _measure_mix(device, both, 2 * size, cpu_update, cpu_update_bytes)
+        host_memory_gbs, slowdown = _measure_mix(device, both, 2 * size, cpu_update, cpu_update_bytes)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir, host) if spill_dir is not None else (1.0, 1.0)
     return Hardware(
@@ -71,7 +71,7 @@ def measure_machine(
         copy_latency_ms=timer.median_ms(lambda: tiny.copy_(host[:256], non_blocking=True)),
         matmul_tflops=_matmul_tflops(device, timer),
         device_memory_gbs=2 * memcpy_gbs if device.type == "cpu" else _device_memory_gbs(device, timer),
-        cpu_update_gparams_s=update_gparams_s[0],
+        cpu_update_gparams_s=update_gparams_s[0] / slowdown,
         device_update_gparams_s=update_gparams_s[1],
         is_estimate=False,
     )
@@ -94,9 +94,17 @@ def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callabl
 
 def _measure_mix(
     device: torch.device, copies: Callable[[], None], copied_bytes: int, update: Callable[[], None], update_bytes: int
-) -> float:
-    """Return what the host's memory moves, in GB/s, with copies both ways and the CPU's update at once."""
+) -> tuple[float, float]:
+    """Measure copies both ways and the CPU's update at once.
+
+    Returns:
+        What the host's memory moves, in GB/s, and how many times longer an update takes than alone.
+    """
     update()
+    start_s = time.perf_counter()
+    for _ in range(MIX_ALONE):
+        update()
+    alone_s = (time.perf_counter() - start_s) / MIX_ALONE
     stopped, rounds = threading.Event(), 0
 
     def copy_on() -> None:
@@ -115,7 +123,8 @@ def _measure_mix(
         updates += 1
     stopped.set()
     thread.join()
-    return (rounds * copied_bytes + updates * update_bytes) / (time.perf_counter() - start_s) / 1e9
+    elapsed_s = time.perf_counter() - start_s
+    return (rounds * copied_bytes + updates * update_bytes) / elapsed_s / 1e9, max(1.0, elapsed_s / updates / alone_s)
 
 
 def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:

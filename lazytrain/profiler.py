@@ -4,8 +4,6 @@ Every time is the median of repeats that fill `floor_s`, on random weights of th
 embed run as the sweep runs them; the update runs over one unit's slabs; copies are of the size of a block.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,51 +23,7 @@ from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.solver.problem import Hardware, Problem, ResidualPoint, UnitCost
 from lazytrain.solver.rates import update_traffic_bytes
 from lazytrain.sweep import embed_grads_into, head_grads_into
-
-NUM_ROUNDS, MAX_REPEATS = 3, 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timer:
-    """Times callables on one device.
-
-    Attributes:
-        floor_s: repeat until this much time is filled, so that clocks and caches are those of a run.
-    """
-
-    device: torch.device
-    floor_s: float
-
-    def median_ms(self, work: Callable[[], Any]) -> float:
-        """Return the time of one call: the median over rounds of calls one behind the other, as a run makes them."""
-        work()
-        self._wait()
-        once_s = max(1e-6, self._round_s(work, 1))
-        calls = max(1, min(MAX_REPEATS, round(self.floor_s / once_s / NUM_ROUNDS)))
-        return statistics.median(self._round_s(work, calls) / calls for _ in range(NUM_ROUNDS)) * 1e3
-
-    def _round_s(self, work: Callable[[], Any], calls: int) -> float:
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self._wait()
-        return time.perf_counter() - start_s
-
-    def extra_bytes(self, work: Callable[[], Any]) -> int | None:
-        """Return how far one call raises the device's peak above its start; None where nobody counts (CPU)."""
-        if self.device.type != "cuda":
-            return None
-        self._wait()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        kept = work()
-        self._wait()
-        del kept
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+from lazytrain.timer import Timer
 
 
 @dataclass(kw_only=True)
@@ -116,11 +70,15 @@ class Profiler:
             head = _profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
                 self._hardware = self._measure_machine((embed, *costs.values(), head), timer)
+        embed, head, *blocks = (
+            with_update_rate(cost, self._hardware.cpu_update_gparams_s)
+            for cost in (embed, head, *(replace(costs[unit.kind], name=unit.name) for unit in model.blocks))
+        )
         tokens = self.batch["tokens_bt"].numel() if "tokens_bt" in self.batch else count_rows(self.batch)
         return Problem(
             model=self.name,
             embed=embed,
-            blocks=tuple(replace(costs[unit.kind], name=unit.name) for unit in model.blocks),
+            blocks=tuple(blocks),
             head=head,
             num_microbatches=num_microbatches,
             hardware=self._hardware,
@@ -147,6 +105,11 @@ class Profiler:
             spill_dir=self.spill_dir,
             timer=timer,
         )
+
+
+def with_update_rate(cost: UnitCost, gparams_s: float) -> UnitCost:
+    """Return a unit whose update on the CPU takes at least its time at a rate, that of a run with copies both ways."""
+    return replace(cost, cpu_update_ms=max(cost.cpu_update_ms, cost.num_params / gparams_s / 1e6))
 
 
 def count_rows(batch: Batch) -> int:
@@ -184,6 +147,10 @@ def _profile_block(
     layout = settings.layout(unit.params, dtype)
     program = programs.get(unit.kind, unit.fn, params, x_btd, ctx, layout=layout)
     dy_btd = torch.randn_like(x_btd) * 1e-3
+    for point in program.points:  # compile all first: the device cools down meanwhile
+        residuals = program.forward_keep(point.index, params, x_btd, ctx)[1]
+        program.backward(point.index, params, x_btd, ctx, residuals, dy_btd)
+    timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
     points = tuple(_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     return _unit_cost(unit, layout, x_btd, points, settings, timer)
 
