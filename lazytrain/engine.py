@@ -68,7 +68,7 @@ class Engine:
         self._pending: PendingUpdate | None = None
         self._ahead: Prefetch | None = None  # loads of the next forward sweep that are on their way
         self._is_interrupted = True  # nothing that was recorded belongs to the next step
-        self._last_sink: GradientSink | None = None  # its buffers may still be read by d2h
+        self._sink = GradientSink(self.homes, self.lanes, tied=model.tied)
 
     def step(self, batch: Batch, *, step: int, lr: float) -> StepMetrics:
         """Run one optimizer step: forward (with the last step's update), backward, norm; leave the update pending."""
@@ -81,8 +81,8 @@ class Engine:
             self.lanes.begin_step()
         with torch.no_grad(), deterministic(self.device):
             batches, contexts = self._microbatches(batch)
-            tied = self.model.tied
-            sink = GradientSink(self.homes, self.lanes, num_microbatches=len(batches), tied=tied)
+            sink = self._sink
+            sink.begin_step(len(batches))
             pending, ahead = self._pending, self._ahead
             self._pending = self._ahead = None
             xs, stash = self.sweep.forward(batches, contexts, pending, ahead)
@@ -95,7 +95,6 @@ class Engine:
             # The one host synchronisation of a step.
             *squares, loss = torch.cat((sink.squares, loss_sum.double().view(1))).cpu().tolist()
         self.lanes.end_step()
-        self._last_sink = sink
         grad_norm, bad_index = norm_of_squares(squares)
         coef, bad_unit = 0.0, None
         if bad_index is not None:

@@ -20,17 +20,23 @@ NUM_GRAD_BUFFERS = 2
 
 
 class GradientSink:
-    """The gradients of one step (see the head of this file)."""
+    """The gradients of one step after the other (see the head of this file)."""
 
-    def __init__(self, homes: Homes, lanes: Lanes, *, num_microbatches: int, tied: Mapping[str, str]) -> None:
+    def __init__(self, homes: Homes, lanes: Lanes, *, tied: Mapping[str, str]) -> None:
         self._homes, self._lanes, self._tied = homes, lanes, tied
-        self._num_microbatches = num_microbatches
+        self._num_microbatches = 1
         # Of each unit whose grads are being summed: the sum so far, and how many microbatches are in it.
         self._sums: dict[int, Tensor] = {}
         self._num_added: dict[int, int] = {}
-        # Buffers that d2h still reads, held until the compute queue has waited for it.
+        # Buffers that d2h still reads, held until the compute queue has waited for it; in the next step, too.
         self._in_flight: list[tuple[Ticket, Tensor]] = []
-        self.squares = torch.zeros(len(homes.units), dtype=torch.float64, device=lanes.device)
+        self.squares = torch.zeros(0, dtype=torch.float64, device=lanes.device)
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Start the sums of a step that is cut in that many parts."""
+        self._num_microbatches = num_microbatches
+        self._sums, self._num_added = {}, {}
+        self.squares = torch.zeros(len(self._homes.units), dtype=torch.float64, device=self._lanes.device)
 
     def add(self, home: UnitHome, flat: Tensor) -> None:
         """Add one microbatch's flat grads of a block, a new tensor that the sink may keep.
@@ -79,11 +85,12 @@ class GradientSink:
         add_into(out, total, square=self.squares[home.index])
         self._sums[home.index] = out
 
-    def room_for(self, home: UnitHome) -> Ticket | None:
-        """Return what a unit's backward must wait for before it may write new grads; frees the oldest buffer."""
-        if home.plan.grads == "host" and len(self._in_flight) >= NUM_GRAD_BUFFERS:
-            return self._in_flight.pop(0)[0]
-        return None
+    def room_for(self, home: UnitHome) -> list[Ticket]:
+        """Return what a unit's backward must wait for before it may write new grads; frees the oldest buffers."""
+        tickets = []
+        while home.plan.grads == "host" and len(self._in_flight) >= NUM_GRAD_BUFFERS:
+            tickets.append(self._in_flight.pop(0)[0])
+        return tickets
 
     def deliver(self, home: UnitHome, done: Ticket) -> None:
         """Put a unit's finished grads where the plan says, once `done` is due."""

@@ -35,30 +35,33 @@ def measure_machine(
     cpu_update_bytes: int,
     spill_dir: Path | None,
     timer: MedianTimer,
-) -> Hardware:
-    """Return the machine's measured rates, with copies of a block's size and both directions of the link busy.
+) -> tuple[Hardware, float]:
+    """Return the machine's measured rates, and the link's GB/s each way where the CPU updates nothing.
+
+    Copies are of a block's size with both directions of the link busy, and beside the CPU's update, which shares the
+    host's memory with them.
 
     Args:
         block_bytes: the size of the copies that matter.
         limits: bytes a plan may fill per tier: "device", "host", "nvme".
         update_gparams_s: the update's measured rates on the CPU and on the device, 1e9 parameters per second.
-        cpu_update, cpu_update_bytes: one update of a unit on the CPU, and what it reads and writes: beside copies both
-            ways, the load under which the host's memory is measured.
+        cpu_update, cpu_update_bytes: one update of a unit on the CPU, and what it reads and writes.
         spill_dir: where to measure NVMe; None = not measured, and none allowed.
     """
     size = min(MAX_COPY_BYTES, max(MIN_COPY_BYTES, block_bytes))
     host = allocate_slab(size, pin=device.type == "cuda", name="link test")
     other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
     memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
-    h2d_gbs = d2h_gbs = memcpy_gbs
+    alone_gbs = h2d_gbs = d2h_gbs = memcpy_gbs
     host_memory_gbs, slowdown = 2 * memcpy_gbs, 1.0
     if device.type == "cuda":
         both = _copy_both_ways(device, host, other)
-        h2d_gbs = d2h_gbs = size / timer.median_ms(both) / 1e6
-        host_memory_gbs, slowdown = _measure_mix(device, both, 2 * size, cpu_update, cpu_update_bytes)
+        alone_gbs = size / timer.median_ms(both) / 1e6
+        h2d_gbs, host_memory_gbs, slowdown = _measure_mix(device, both, size, cpu_update, cpu_update_bytes)
+        d2h_gbs = h2d_gbs = min(h2d_gbs, alone_gbs)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir, host) if spill_dir is not None else (1.0, 1.0)
-    return Hardware(
+    hardware = Hardware(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         device_memory_bytes=limits["device"],
         host_memory_bytes=limits["host"],
@@ -75,6 +78,7 @@ def measure_machine(
         device_update_gparams_s=update_gparams_s[1],
         is_estimate=False,
     )
+    return hardware, alone_gbs
 
 
 def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callable[[], None]:
@@ -94,11 +98,11 @@ def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callabl
 
 def _measure_mix(
     device: torch.device, copies: Callable[[], None], copied_bytes: int, update: Callable[[], None], update_bytes: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Measure copies both ways and the CPU's update at once.
 
     Returns:
-        What the host's memory moves, in GB/s, and how many times longer an update takes than alone.
+        The link's GB/s each way, what the host's memory moves, and how many times longer an update takes than alone.
     """
     update()
     start_s = time.perf_counter()
@@ -124,7 +128,9 @@ def _measure_mix(
     stopped.set()
     thread.join()
     elapsed_s = time.perf_counter() - start_s
-    return (rounds * copied_bytes + updates * update_bytes) / elapsed_s / 1e9, max(1.0, elapsed_s / updates / alone_s)
+    link_gbs = rounds * copied_bytes / elapsed_s / 1e9
+    memory_gbs = 2 * link_gbs + updates * update_bytes / elapsed_s / 1e9
+    return link_gbs, memory_gbs, max(1.0, elapsed_s / updates / alone_s)
 
 
 def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:

@@ -13,9 +13,9 @@ from lazytrain.profiler import Profiler, count_rows
 from lazytrain.slabs import available_host_bytes
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan
-from lazytrain.solver.planning import Result, solve
+from lazytrain.solver.planning import Result, explain_infeasible, solve
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate
+from lazytrain.solver.simulator import simulate, simulate_step_ms
 
 # Enough to keep a GPU's matrix units busy; more only costs memory.
 CHUNK_TOKENS_CUDA = 16384
@@ -71,10 +71,11 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
     return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
 
 
-def solve_problem(problem: Problem) -> Planned | None:
-    """Return the solved plan of a profiled problem; None where nothing fits."""
-    result = solve(problem)
-    return None if result.plan is None else Planned(result.plan, problem, result)
+def solve_problem(*problems: Problem | None) -> Planned | None:
+    """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any."""
+    solved = [(problem, solve(problem)) for problem in problems if problem is not None]
+    found = [Planned(result.plan, problem, result) for problem, result in solved if result.plan is not None]
+    return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
 
 
 def choose_plan(
@@ -93,10 +94,10 @@ def choose_plan(
     num_rows = count_rows(profiler.batch)
     while True:
         problem = profiler.problem(count)
-        result = solve(problem)
-        if result.plan is not None:
-            return Planned(result.plan, problem, result)
+        planned = solve_problem(problem, profiler.without_cpu_updates(problem))
+        if planned is not None:
+            return planned
         if num_microbatches is not None or count >= num_rows:
-            raise MemoryBudgetError(result.message)
+            raise MemoryBudgetError(explain_infeasible(problem))
         report(f"nothing fits with {count} microbatches: trying {min(2 * count, num_rows)}")
         count = min(2 * count, num_rows)

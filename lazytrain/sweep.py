@@ -125,7 +125,7 @@ class Sweep:
         prefetch = self._prefetch_backward(order, stash)
         for position, i in enumerate(order):
             arrival, fetched, fetch_ticket, turn = prefetch.take(position)
-            after = [arrival.ticket, fetch_ticket, sink.room_for(blocks[i]), *(t for t, _ in stash.in_flight)]
+            after = [arrival.ticket, fetch_ticket, *sink.room_for(blocks[i]), *(t for t, _ in stash.in_flight)]
             stash.in_flight.clear()
             params = self._params(arrival)
             with self.lanes.span(COMPUTE, "backward", blocks[i].unit.name, after) as done:
@@ -138,6 +138,7 @@ class Sweep:
                     flat, dx_btd = program.backward(point, params, x_btd, contexts[c], kept, cotangents[c])
                     cotangents[c] = dx_btd
                     sink.add(blocks[i], flat)
+                    del flat
                 del boundaries, residuals, fetched
             sink.deliver(blocks[i], done)
             self.arrivals.used(arrival, done)

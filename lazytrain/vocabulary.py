@@ -20,8 +20,6 @@ from lazytrain.kernels.cross_entropy import linear_cross_entropy, linear_cross_e
 
 # A chunk's logits in the working dtype. On the CPU softmax takes up to three times as much beside them.
 LOGITS_BYTES = {"cuda": 640 * 2**20, "cpu": 64 * 2**20}
-# The part of the vocabulary matrix that the embed's gradient takes beside its sum.
-SLICE_BYTES = 256 * 2**20
 
 
 def embed_tokens(params: Params, batch: Batch) -> Tensor:
@@ -35,16 +33,16 @@ def embed_grads_into(params: Params, batch: Batch, dx_btd: Tensor, sums: Params)
     Args:
         dx_btd: cotangent of the embed's output.
         sums: fp32 by local name, added to.
-    Memory: that of an fp32 copy of the cotangents, and SLICE_BYTES; some columns of the matrix at a time.
+    Memory: that of an fp32 copy of the cotangents.
     """
-    sum_vd, rows = sums["embed_tokens.weight"], batch["tokens_bt"]
-    num_rows, width = sum_vd.shape
-    step = max(1, SLICE_BYTES // (4 * num_rows))
-    # The backward of F.embedding sorts by token and sums runs of equal ones on CUDA, where index_add_ would add by
-    # atomics, in another order every run. In fp32, because on the CPU it rounds every addition to the input's dtype.
-    for first in range(0, width, step):
-        dx = dx_btd[..., first : first + step].float().contiguous()
-        sum_vd[:, first : first + step] += torch.ops.aten.embedding_dense_backward(dx, rows, num_rows, -1, False)
+    sum_vd, rows_n = sums["embed_tokens.weight"], batch["tokens_bt"].reshape(-1)
+    dx_nd = dx_btd.reshape(-1, dx_btd.shape[-1]).float()
+    if sum_vd.is_cuda:
+        # Sorts by token and adds runs of equal ones in order; index_add_ would add by atomics unless told otherwise,
+        # and the backward of F.embedding makes the host wait.
+        sum_vd.index_put_((rows_n,), dx_nd, accumulate=True)
+    else:
+        sum_vd.index_add_(0, rows_n, dx_nd)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import argparse
 import gc
 import hashlib
 import json
+import mmap
 import os
-import resource
 import statistics
 import struct
 import sys
@@ -52,7 +52,6 @@ from lazytrain.transformer import transformer_model
 GIB = 2**30
 # Chosen so that the curve has a few points on either side of its bend; every point is compiled.
 BUDGETS = (0.15, 0.3, 0.6)
-FORCED = {"solved": (True, True), "cpu-update": (True, False), "device-update": (False, True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Measured:
     tflops: float
     device_peak_bytes: int | None
     predicted_device_bytes: int
-    host_peak_bytes: int
+    host_bytes: int
     predicted_host_bytes: int
     startup_s: float
     account: Account
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     (options.out / "problem.json").write_text(json.dumps(planned.problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in options.plans.split(","):
-        chosen = planned if name == "solved" else _other_plan(name, planned)
+        chosen = planned if name == "solved" else _other_plan(name, planned, profiler)
         if chosen is None:
             say(f"{name}: does not fit, left out")
             continue
@@ -133,6 +132,11 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     rows = [{**vars(r), "account": r.account._asdict(), "product_tflops": product} for r in results]
     (options.out / "bench.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return results
+
+
+def resident_bytes() -> int:
+    """Return the process's resident host memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def product_tflops(device: torch.device) -> float | None:
@@ -169,20 +173,20 @@ def _measure(
         programs=programs,
         spill_dir=options.spill_dir,
     )
-    start_s = time.perf_counter()
+    before_bytes, start_s = resident_bytes(), time.perf_counter()
     state = step.restore(make_fill(), step=0, num_updates=0, seed=0)
     startup_s = time.perf_counter() - start_s
     say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     state, accounts, losses = _take_steps(step, state, config, options, say)
-    spans = state.engine.read_step()
+    spans, host_bytes = state.engine.read_step(), resident_bytes() - before_bytes
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if options.kernels and device.type == "cuda":
         batch = random_batch(config, options.batch, options.seq, seed=0)
         kernels = profile_kernels(lambda: [step(step(state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
-    result = _summarize(name, planned, model, accounts, losses, peak, startup_s)
+    result = _summarize(name, planned, model, accounts, losses, peak, host_bytes, startup_s)
     _write(options.out, name, planned, spans, result)
     for line in describe(result):
         say(line)
@@ -217,6 +221,7 @@ def _summarize(
     accounts: Sequence[Account],
     losses: Sequence[float],
     peak: int | None,
+    host_bytes: int,
     startup_s: float,
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*accounts, strict=True)))
@@ -230,7 +235,7 @@ def _summarize(
         tflops=6 * model.num_params * tokens / mean.step_ms / 1e9,
         device_peak_bytes=peak,
         predicted_device_bytes=predicted.device_peak_bytes,
-        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host_bytes=host_bytes,
         predicted_host_bytes=predicted.host_bytes,
         startup_s=startup_s,
         account=mean,
@@ -245,8 +250,8 @@ def describe(result: Measured) -> list[str]:
         f"{result.plan}: {result.step_ms:.1f} ms a step (predicted {result.predicted_ms:.1f}, {error:+.1%}), "
         f"{result.tokens_per_s:,.0f} tokens/s, {result.tflops:.0f} model TFLOP/s",
         f"  {result.account.describe()}",
-        f"  host peak {result.host_peak_bytes / GIB:.1f} GiB of the process "
-        f"(predicted {result.predicted_host_bytes / GIB:.1f} for the plan); losses {result.losses_digest}",
+        f"  host {result.host_bytes / GIB:.2f} GiB (predicted {result.predicted_host_bytes / GIB:.2f}); "
+        f"losses {result.losses_digest}",
     ]
     if result.device_peak_bytes is not None:
         share = result.predicted_device_bytes / result.device_peak_bytes - 1
@@ -270,13 +275,14 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
     )
 
 
-def _other_plan(name: str, planned: Planned) -> Planned | None:
+def _other_plan(name: str, planned: Planned, profiler: Profiler) -> Planned | None:
     """Return a forced, heuristic or saved plan for the profiled problem; None where it does not fit."""
     problem = planned.problem
-    if name in FORCED:
-        cpu, on_device = FORCED[name]
-        forced: Problem = replace(problem, allow_cpu_update=cpu, allow_device_update=on_device)
-        return solve_problem(forced)
+    if name == "cpu-update":
+        return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
+    if name == "device-update":
+        both_ways: Problem = replace(problem, allow_cpu_update=True, allow_device_update=True)
+        return solve_problem(profiler.without_cpu_updates(both_ways))
     if name.endswith(".json"):
         plan = Plan.load(name)
     else:

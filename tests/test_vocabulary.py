@@ -138,13 +138,6 @@ def test_embed_grads_accumulate_in_fp32() -> None:
     assert torch.equal(embed_grads(params, batch, dx_btd), exact.float())
 
 
-def test_embed_grads_in_slices_of_the_width_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, batch, dx_btd = embed_case(torch.bfloat16)
-    whole = embed_grads(params, batch, dx_btd)
-    monkeypatch.setattr(vocabulary, "SLICE_BYTES", 4 * 9 * 5)
-    assert torch.equal(embed_grads(params, batch, dx_btd), whole)
-
-
 @pytest.mark.parametrize("tokens", [[3, 67], torch.tensor([[0, 67], [1, 2]]), [-1, 3]])
 def test_token_id_without_a_row_is_named(tokens: Any) -> None:
     with pytest.raises(DataError, match=r"token id (67|-1) has no row.*0 to 66.*vocab_size 67"):
