@@ -93,7 +93,7 @@ class Profiler:
         )
 
     def without_cpu_updates(self, problem: Problem) -> Problem | None:
-        """Return the problem in which the CPU updates nothing, so that copies are faster; None where that is no choice."""
+        """Return the problem in which the CPU updates nothing and copies are faster; None where that is no choice."""
         if problem.device_is_host or not (problem.allow_cpu_update and problem.allow_device_update):
             return None
         link = max(self._quiet_link_gbs, problem.hardware.h2d_gbs)

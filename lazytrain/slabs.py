@@ -169,6 +169,11 @@ def require_memory(needed: Mapping[str, int], available: Mapping[str, int]) -> N
     raise MemoryBudgetError("\n".join(lines))
 
 
+def resident_host_bytes() -> int:
+    """Return how much host memory this process has in RAM now."""
+    return int(_read_text(Path("/proc/self/statm")).split()[1]) * PAGE_BYTES
+
+
 def available_host_bytes(limit_bytes: int | None = None, *, root: Path = Path("/")) -> int:
     """Return how much more host memory this process may take.
 

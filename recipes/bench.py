@@ -13,7 +13,6 @@ import argparse
 import gc
 import hashlib
 import json
-import mmap
 import os
 import statistics
 import struct
@@ -35,11 +34,12 @@ from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import Planned, choose_plan, default_limits, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
-from lazytrain.recipes.kernel_time import KernelTime, profile_kernels
+from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.options import parse_size
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.recipes.traces import write_trace
+from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS
@@ -134,26 +134,6 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     return results
 
 
-def resident_bytes() -> int:
-    """Return the process's resident host memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def product_tflops(device: torch.device) -> float | None:
-    """Return the rate of a large bf16 matrix product, the machine's own measure; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(5):
-        a @ b
-    torch.cuda.synchronize(device)
-    start_s = time.perf_counter()
-    for _ in range(30):
-        a @ b
-    torch.cuda.synchronize(device)
-    return 30 * 2 * 8192**3 / (time.perf_counter() - start_s) / 1e12
-
-
 def _measure(
     name: str,
     planned: Planned,
@@ -173,14 +153,14 @@ def _measure(
         programs=programs,
         spill_dir=options.spill_dir,
     )
-    before_bytes, start_s = resident_bytes(), time.perf_counter()
+    before_bytes, start_s = resident_host_bytes(), time.perf_counter()
     state = step.restore(make_fill(), step=0, num_updates=0, seed=0)
     startup_s = time.perf_counter() - start_s
     say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     state, accounts, losses = _take_steps(step, state, config, options, say)
-    spans, host_bytes = state.engine.read_step(), resident_bytes() - before_bytes
+    spans, host_bytes = state.engine.read_step(), resident_host_bytes() - before_bytes
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if options.kernels and device.type == "cuda":
         batch = random_batch(config, options.batch, options.seq, seed=0)
@@ -282,7 +262,7 @@ def _other_plan(name: str, planned: Planned, profiler: Profiler) -> Planned | No
         return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
     if name == "device-update":
         both_ways: Problem = replace(problem, allow_cpu_update=True, allow_device_update=True)
-        return solve_problem(profiler.without_cpu_updates(both_ways))
+        return solve_problem(profiler.without_cpu_updates(both_ways) or replace(problem, allow_cpu_update=False))
     if name.endswith(".json"):
         plan = Plan.load(name)
     else:

@@ -1,5 +1,6 @@
-"""How busy the GPU's compute units are in a step, kernel by kernel, as the profiler sees them."""
+"""The GPU's time in kernels: how busy a step keeps it, kernel by kernel, and the rate of a large matrix product."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,3 +44,18 @@ def profile_kernels(work: Callable[[], object]) -> KernelTime:
     return KernelTime(
         busy[-1].end_ms - busy[0].start_ms, sum(w.end_ms - w.start_ms for w in busy), tuple(longest_first)
     )
+
+
+def product_tflops(device: torch.device) -> float | None:
+    """Return the rate of a large bf16 matrix product, the machine's own measure; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(30):
+        a @ b
+    torch.cuda.synchronize(device)
+    return 30 * 2 * 8192**3 / (time.perf_counter() - start_s) / 1e12
