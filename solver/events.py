@@ -49,7 +49,7 @@ class Events:
 def add_events(draft: Draft) -> Events:
     """Add a finish time for every operation."""
     last = len(draft.choices) - 1
-    units = [_Durations(draft, u) for u in range(last + 1)]
+    units = [Durations(draft, u) for u in range(last + 1)]
 
     everywhere, blocks = range(last + 1), range(1, last)
 
@@ -79,7 +79,7 @@ def add_events(draft: Draft) -> Events:
     )
 
 
-class _Durations:
+class Durations:
     """What each operation of a unit takes, as expressions of the binaries."""
 
     def __init__(self, draft: Draft, u: int) -> None:

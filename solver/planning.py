@@ -1,32 +1,40 @@
 """Solve a planning problem: the best baseline as start, the MILP by SCIP, the simulator as referee.
 
 Blocks at distance `period` take equal decisions (but for the first two and the last three), which breaks the symmetry
-of many equal blocks; periods 1, 2, 4 and every prefetch depth are tried, each from the best plan known so far. Whatever
-the solver says, the plan is simulated, and the answer is never worse than the best baseline.
+of many equal blocks; periods 1, 2 and every prefetch depth are tried, each from the best plan known so far. A search
+then loosens the ties (search.py). Whatever the solver says, the plan is simulated, and the answer is never worse than
+the best baseline.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_model
 from lazytrain.solver.baselines import Baseline, fits, list_baselines
-from lazytrain.solver.choices import Keep, Lane, list_boundaries, list_lanes, make_unit_plan
+from lazytrain.solver.bounds import bound_step
+from lazytrain.solver.choices import Keep, Lane
 from lazytrain.solver.errors import SolverUnavailableError
-from lazytrain.solver.memory import GIB, account, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
-from lazytrain.solver.plan import DEVICE, Plan, make_plan
+from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import Problem
+from lazytrain.solver.search import Search
+from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.starts import list_arrangements
 
-PERIODS = (1, 2, 4)
+PERIODS = (1, 2)
 FEW_BLOCKS = 8  # so few that no tie is needed
 NUM_NODES = 200
-FIRST_SEARCH_S = 5.0
+FIRST_SEARCH_S = 2.0
+NUM_EVALUATIONS = 2000  # of the simulator, to polish a plan
+LEAST_LEFT_S = 0.1
+MAX_ARRANGEMENTS, NUM_STARTS = 200, 1
 HORIZON_SLACK = 1e-6
 PROOF_SLACK = 1e-3  # the simulator and the model agree to less
 # Where no baseline fits there is no known step to bound the search by.
@@ -93,7 +101,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
     solvers = list_solvers()
     for period, depth in _searches(problem):
         left_s = time_limit_s - (time.perf_counter() - start_s)
-        if not solvers or left_s <= 0.1:
+        if not solvers or left_s <= LEAST_LEFT_S:
             break
         limits = Limits(time_s=min(left_s, FIRST_SEARCH_S), gap=gap, num_nodes=NUM_NODES)
         try:
@@ -101,48 +109,20 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
         except SolverUnavailableError as error:
             search.tried.append(str(error))
             solvers = solvers[1:]
+    if solvers and start_s + time_limit_s - time.perf_counter() > LEAST_LEFT_S:
+        try:
+            starts = _find_starts(search, solvers[0])
+        except SolverUnavailableError as error:
+            search.tried.append(str(error))
+            starts = []
+        starts = [*starts, *(baseline.plan for baseline in baselines[:1]), *([search.best] if search.best else [])]
+        _polish(search, starts, start_s + time_limit_s)
     seconds = time.perf_counter() - start_s
     if search.best is None:
         return Result(
             plan=None, code="infeasible", message=explain_infeasible(problem), statistics={"seconds": seconds}
         )
     return _finish(search, baselines, solvers[0] if solvers else "none", seconds, gap)
-
-
-def explain_infeasible(problem: Problem) -> str:
-    """Return what the leanest plans lack, tier by tier, and what would make one of them fit."""
-    options = []
-    for plan in _leanest_plans(problem):
-        usage = account(problem, plan)
-        missing = find_shortage(problem, usage)
-        if not missing:
-            return "the leanest plan fits; only the search failed. Raise the time limit."
-        options.append((sum(missing.values()), missing, plan))
-    _, missing, plan = min(options, key=lambda option: (len(option[1]), option[0]))
-    needs = ", ".join(f"{_need(num_bytes)} more {_name(tier)} memory" for tier, num_bytes in sorted(missing.items()))
-    hardware = problem.hardware
-    have = f"device {hardware.device_memory_bytes / GIB:.2f} GiB, host {hardware.host_memory_bytes / GIB:.2f} GiB"
-    have += f", NVMe {hardware.nvme_bytes / GIB:.2f} GiB" if problem.allow_nvme else ", NVMe not allowed"
-    remedies = [f"give {needs}"]
-    if not problem.allow_nvme:
-        remedies.append("allow NVMe (name a spill directory)")
-    remedies.append("cut the step in more microbatches, or shorten the sequences")
-    return f"nothing fits ({have}). The leanest plan needs {needs}. To make it fit: {'; or '.join(remedies)}."
-
-
-def _leanest_plans(problem: Problem) -> Iterator[Plan]:
-    """Yield the plans without residuals whose blocks, and whose ends, share one kind of lane."""
-    last = len(problem.units) - 1
-    options = [list_lanes(problem, unit, is_edge=u in (0, last)) for u, unit in enumerate(problem.units)]
-    for boundary in list_boundaries(problem):
-        for edge in sorted({lane for u in (0, last) for lane in options[u]}):
-            for lane in sorted({lane for lanes in options[1:last] for lane in lanes}):
-                picked = [
-                    wanted if (wanted := edge if u in (0, last) else lane) in lanes else lanes[0]
-                    for u, lanes in enumerate(options)
-                ]
-                units = [make_unit_plan(p, boundary=boundary if 0 < u < last else DEVICE) for u, p in enumerate(picked)]
-                yield make_plan(problem, units, min(problem.prefetch_depths))
 
 
 def _finish(search: _Search, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:
@@ -208,6 +188,29 @@ def _improve(search: _Search, period: int | None, depth: int, limits: Limits, so
         search.source = f"milp, period {period or 'free'}"
 
 
+def _find_starts(search: _Search, solver: str) -> list[Plan]:
+    """Bound the step over all plans, and return the best plans that are mixed like the optimum of that bound."""
+    starts = []
+    for depth in search.problem.prefetch_depths:
+        bound = bound_step(search.problem, depth, solver=solver)
+        search.bounds_ms[depth] = bound.bound_ms
+        plans = islice(list_arrangements(search.problem, bound.mix, depth), MAX_ARRANGEMENTS) if bound.mix else ()
+        priced = [(simulate_step_ms(search.problem, plan), i, plan) for i, plan in enumerate(plans)]
+        starts += [plan for _, _, plan in sorted(priced, key=lambda item: item[:2])[:NUM_STARTS]]
+    return starts
+
+
+def _polish(search: _Search, starts: Iterable[Plan], deadline_s: float) -> None:
+    """Let the local search improve on each start; where one doesn't fit, make it fit first."""
+    for plan in starts:
+        local = Search(search.problem, plan, num_evaluations=NUM_EVALUATIONS, deadline_s=deadline_s)
+        if not local.make_fit():
+            continue
+        local.run()
+        if search.best is None or local.step_ms < search.best_ms * (1 - HORIZON_SLACK):
+            search.best, search.best_ms, search.source = local.plan, local.step_ms, "local search"
+
+
 def _point_of(milp: Milp, plan: Plan) -> np.ndarray | None:
     """Return a plan's decisions as a partial point of the model (NaN = left to the solver); None if ties forbid it."""
     point = np.full(milp.model.num_vars, np.nan)
@@ -241,12 +244,3 @@ def _unknown_horizon(problem: Problem) -> float:
     )
     copies = sum(moved / (rate * 1e6) for rate in rates)
     return UNKNOWN_HORIZON_FACTOR * (compute + updates + copies + 1.0)
-
-
-def _need(num_bytes: int) -> str:
-    """Return a size that is surely enough, rounded up to 0.01 GiB."""
-    return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f} GiB"
-
-
-def _name(tier: str) -> str:
-    return "NVMe" if tier == "nvme" else tier
