@@ -143,6 +143,7 @@ def _start(problem: Problem, kinds: Sequence[_Group], depth: int) -> Draft:
         first_load=beyond(on_device),
         second_load=beyond(streamed),
         nvme_loads=tuple(zip(beyond(nvme_on_device), beyond(nvme), strict=True)),
+        early=((Affine(), Affine()),) * (last + 1),
     )
 
 

@@ -6,8 +6,9 @@ when its queue, what it waits for and the thread that issues it are ready. Times
 Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
 (`device_is_host`) the first four share the cores, so that they take turns.
 
-The norm of all grads is known at the end of a step, after the one host synchronisation. Updates and the loads of the
-next step start only then; stores of grads may still run.
+The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the
+next step, start only then; stores of grads may still run. What the next step's first units need is loaded before: see
+`_Step._list_early`.
 """
 
 from collections.abc import Sequence
@@ -113,6 +114,22 @@ class _Step:
         slots = [machine.slots.get(u) for u in self._backward_order]
         turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
         self._backward_needs = [max(_last_user(slots, p), _last_user(turns, p)) for p in range(len(turns))]
+        self._early = self._list_early()
+        self._tickets: dict[int, float] = {}  # of units that are loaded early: when they are there
+
+    def _list_early(self) -> list[int]:
+        """Return the units whose loads for a step are issued before the norm of the step before is known.
+
+        In forward order, up to the first unit that the CPU updates, whose weights or states are on NVMe, or whose slot
+        or update buffer an earlier unit of the same step takes.
+        """
+        early = []
+        for u, (unit, decisions) in enumerate(zip(self._units, self._plans, strict=True)):
+            waits = decisions.update == CPU or NVME in (decisions.weights, decisions.states)
+            if (waits and unit.num_params) or self._needs[u] >= 0:
+                break
+            early.append(u)
+        return early
 
     def play(self, *, pending: bool) -> float:
         """Play one step; return when its norm is known."""
@@ -133,7 +150,7 @@ class _Step:
         for u, (unit, decisions) in enumerate(zip(self._units, self._plans, strict=True)):
             needs = self._needs[u]
             machine.loader = max(machine.loader, launched[needs] if needs >= 0 else start)
-            ticket = machine.bring(u, pending=pending)
+            ticket = self._tickets.pop(u) if u in self._tickets else machine.bring(u, pending=pending)
             machine.main = max(machine.main, machine.loader)
             if pending and decisions.update == DEVICE and unit.num_params:
                 machine.update_on_load(u, ticket)
@@ -175,6 +192,8 @@ class _Step:
         done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
         machine.deliver(0, done)
         machine.deliver(self._last, done)
+        machine.loader = machine.main
+        self._tickets = {u: machine.bring(u, pending=True) for u in self._early}
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
 
     def _list_moves(self, u: int) -> list[tuple[str, int, str]]:
