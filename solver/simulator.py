@@ -72,8 +72,14 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
 
 def simulate_step_ms(problem: Problem, plan: Plan) -> float:
     """Return the step's time alone, of a plan that is known to be valid."""
+    return simulate_load(problem, plan)[0]
+
+
+def simulate_load(problem: Problem, plan: Plan) -> tuple[float, tuple[float, ...]]:
+    """Return the step's time, and how long each queue and the host's DRAM is busy in it."""
     machine, period, _ = _settle(problem, plan, keep_events=False)
-    return max(period, *_list_bounds(problem, machine).values())
+    loads_ms = tuple(_list_bounds(problem, machine).values())
+    return max(period, *loads_ms), loads_ms
 
 
 def _settle(problem: Problem, plan: Plan, *, keep_events: bool) -> tuple[Machine, float, float]:
@@ -106,14 +112,14 @@ class _Step:
         order = range(len(self._units))
         slots = [machine.slots.get(u) for u in order]
         buffers = [machine.buffers.get(u) for u in order]
-        self._needs = [max(_last_user(slots, p), _last_user(buffers, p)) for p in order]
+        self._needs = [max(pair) for pair in zip(_last_users(slots), _last_users(buffers), strict=True)]
         self._backward_order = list(range(self._last - 1, 0, -1))
         self._moves = [self._list_moves(u) for u in order]
         offloads = [u for u in self._backward_order if self._moves[u]]
         self._turns = {u: turn for turn, u in enumerate(offloads)}
         slots = [machine.slots.get(u) for u in self._backward_order]
         turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
-        self._backward_needs = [max(_last_user(slots, p), _last_user(turns, p)) for p in range(len(turns))]
+        self._backward_needs = [max(pair) for pair in zip(_last_users(slots), _last_users(turns), strict=True)]
         self._early = self._list_early()
         self._tickets: dict[int, float] = {}  # of units that are loaded early: when they are there
 
@@ -208,11 +214,15 @@ class _Step:
         return moved
 
 
-def _last_user(keys: Sequence[int | None], position: int) -> int:
-    """Return the last position before `position` with the same key, or -1; None shares with nobody."""
-    if keys[position] is None:
-        return -1
-    return max((p for p in range(position) if keys[p] == keys[position]), default=-1)
+def _last_users(keys: Sequence[int | None]) -> list[int]:
+    """Return, per position, the last one before it with the same key, or -1; None shares with nobody."""
+    seen: dict[int, int] = {}
+    last = []
+    for position, key in enumerate(keys):
+        last.append(-1 if key is None else seen.get(key, -1))
+        if key is not None:
+            seen[key] = position
+    return last
 
 
 def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The simulator keeps the executor's contract: what starts before the norm of a step is known, and what waits for it."""
+"""The simulator keeps the executor's contract: what starts before a step's norm is known, and what waits for it."""
 
 from dataclasses import replace
 
