@@ -81,7 +81,12 @@ def list_solvers() -> tuple[str, ...]:
 def make_cvxpy_problem(model: LinearModel) -> tuple[cp.Problem, cp.Variable]:
     """Return the model in CVXPY: one sparse constraint a kind of row (thousands of scalar ones would take seconds)."""
     a, b, is_equal = model.matrix()
-    x = cp.Variable(model.num_vars, boolean=[np.array(model.binary, dtype=int)] if model.binary else False)
+    whole = [np.array(model.binary + model.integer, dtype=int)]
+    x = (
+        cp.Variable(model.num_vars, integer=whole)
+        if model.integer
+        else cp.Variable(model.num_vars, boolean=whole if model.binary else False)
+    )
     objective = np.zeros(model.num_vars)
     objective[model.objective] = 1.0
     constraints = [a[~is_equal] @ x <= b[~is_equal]]
@@ -89,7 +94,7 @@ def make_cvxpy_problem(model: LinearModel) -> tuple[cp.Problem, cp.Variable]:
         constraints.append(a[is_equal] @ x == b[is_equal])
     lower, upper = np.array(model.lower), np.array(model.upper)
     is_binary = np.zeros(model.num_vars, dtype=bool)
-    is_binary[model.binary] = True
+    is_binary[[] if model.integer else model.binary] = True
     low, high = np.flatnonzero(np.isfinite(lower) & ~is_binary), np.flatnonzero(np.isfinite(upper) & ~is_binary)
     constraints += [x[low] >= lower[low]] if low.size else []
     constraints += [x[high] <= upper[high]] if high.size else []

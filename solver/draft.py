@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from lazytrain.solver.choices import Lane
 from lazytrain.solver.decisions import UnitChoice, add_choices
-from lazytrain.solver.linear import Affine, LinearModel
+from lazytrain.solver.linear import Affine, LinearModel, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS
-from lazytrain.solver.plan import DEVICE, NVME
+from lazytrain.solver.plan import DEVICE, HOST, NVME
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rings import add_both, add_counters, add_counts
+from lazytrain.solver.rings import add_both, add_counters, add_counts, add_product
 
 
 class Scale(NamedTuple):
@@ -32,6 +32,7 @@ class Draft:
         first_load: a streamed block that is updated on the device isn't among the first P: its weights must come.
         second_load: a streamed block isn't among the last P: its weights must come again for backward.
         nvme_loads: the same two, where the weights come from NVMe.
+        early: what an update needs is loaded before the norm, without and with the unit's grads.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Draft:
     first_load: tuple[Affine, ...]
     second_load: tuple[Affine, ...]
     nvme_loads: tuple[tuple[Affine, Affine], ...]
+    early: tuple[tuple[Affine, Affine], ...]
 
     def ms(self, value: float) -> float:
         """Return a time in the model's unit."""
@@ -97,6 +99,7 @@ def start_draft(
         nvme_loads=tuple(
             zip(_add_loads(model, device_nvme, last_before), _add_loads(model, any_nvme, last_after), strict=True)
         ),
+        early=_add_early(model, choices),
     )
 
 
@@ -107,6 +110,22 @@ def pick_lane(draft: Draft, u: int, **wanted: str | tuple[str, ...]) -> Affine:
         return all(getattr(lane, name) in (v if isinstance(v, tuple) else (v,)) for name, v in wanted.items())
 
     return draft.choices[u].lane(matches)
+
+
+def _add_early(model: LinearModel, choices: Sequence[UnitChoice]) -> tuple[tuple[Affine, Affine], ...]:
+    """Add who is loaded early: of a first run of units that are updated on the device, the two whose states come."""
+    early = []
+    nobody, somebody = Affine(constant=1.0), Affine()  # so far none, or one, came and nothing ended the run
+    for choice in choices:
+        comes = [
+            choice.lane(lambda lane, place=place: lane.moves_states and lane.states == HOST and lane.grads == place)  # type: ignore[misc]
+            for place in (DEVICE, HOST)
+        ]
+        stays = choice.lane(lambda lane: lane.states == DEVICE)
+        early.append(tuple(add_product(model, nobody + somebody, user) for user in comes))
+        first = add_product(model, nobody, total(comes))
+        nobody, somebody = add_product(model, nobody, stays), first + add_product(model, somebody, stays)
+    return tuple((without, with_grads) for without, with_grads in early)
 
 
 def _add_loads(model: LinearModel, users: Sequence[Affine], counters: Sequence[Affine]) -> tuple[Affine, ...]:

@@ -1,7 +1,7 @@
 """The operations of a step in the MILP: for each a finish time and a duration.
 
 A variable is an operation's finish; 0 is when the norm of the step before is known, T when this step's is. An operation
-that a plan does without takes 0 ms.
+that a plan does without takes 0 ms. `early` is what this step loads for the next one.
 """
 
 from collections.abc import Sequence
@@ -44,12 +44,13 @@ class Events:
     fetch: list[Op]
     backward: list[Op]
     store_grads: list[Op]
+    early: list[Op]
 
 
 def add_events(draft: Draft) -> Events:
     """Add a finish time for every operation."""
     last = len(draft.choices) - 1
-    units = [_Durations(draft, u) for u in range(last + 1)]
+    units = [Durations(draft, u) for u in range(last + 1)]
 
     everywhere, blocks = range(last + 1), range(1, last)
 
@@ -76,10 +77,11 @@ def add_events(draft: Draft) -> Events:
         fetch=ops(returns, blocks),
         backward=ops([unit.backward() for unit in units], range(last)),
         store_grads=ops([unit.store_grads() for unit in units]),
+        early=ops([unit.load_early() for unit in units]),
     )
 
 
-class _Durations:
+class Durations:
     """What each operation of a unit takes, as expressions of the binaries."""
 
     def __init__(self, draft: Draft, u: int) -> None:
@@ -105,21 +107,31 @@ class _Durations:
         )
 
     def load(self) -> Affine:
-        """Weights where the device lacks them, and what an update there needs."""
-        unit = self._unit
-        if not unit.num_params:
+        """Weights where the device lacks them, and what an update there needs, if it wasn't loaded early."""
+        if not self._unit.num_params:
             return Affine()
-        weights, states, grads = (
-            self._copy(num_bytes, to_device=True)
-            for num_bytes in (unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
-        )
+        weights, states, grads = self._load_ms()
         lanes = self._choice.lane(
             lambda lane: (
                 (weights if lane.update == CPU else 0.0)
                 + (states + (grads if lane.grads == HOST else 0.0) if lane.moves_states else 0.0)
             )
         )
-        return lanes + self._draft.first_load[self._u] * weights
+        return lanes + self._draft.first_load[self._u] * weights - self.load_early()
+
+    def load_early(self) -> Affine:
+        """What is loaded for the next step's update before the norm is known."""
+        _, states, grads = self._load_ms()
+        without, with_grads = self._draft.early[self._u]
+        return without * states + with_grads * (states + grads)
+
+    def _load_ms(self) -> tuple[float, float, float]:
+        unit = self._unit
+        weights, states, grads = (
+            self._copy(num_bytes, to_device=True)
+            for num_bytes in (unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
+        )
+        return weights, states, grads
 
     def update_on_device(self) -> Affine:
         ms = self._draft.ms(self._unit.device_update_ms) if self._unit.num_params else 0.0

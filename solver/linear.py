@@ -1,6 +1,6 @@
 """A mixed-integer linear model as sparse rows, and nothing about what it means.
 
-minimise  x[objective]    subject to    rows a·x <= b or a·x == b,   lower <= x <= upper,   some x binary
+minimise  x[objective]    subject to    rows a·x <= b or a·x == b,   lower <= x <= upper,   some x binary or integer
 """
 
 from collections.abc import Iterable
@@ -80,6 +80,7 @@ class LinearModel:
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     binary: list[int] = field(default_factory=list)
+    integer: list[int] = field(default_factory=list)
     decide_first: list[int] = field(default_factory=list)
     objective: int = 0
     _rows: list[int] = field(default_factory=list)
@@ -99,7 +100,13 @@ class LinearModel:
         return len(self._bounds)
 
     def add_var(
-        self, lower: float = 0.0, upper: float = INFINITY, *, binary: bool = False, decide_first: bool = False
+        self,
+        lower: float = 0.0,
+        upper: float = INFINITY,
+        *,
+        binary: bool = False,
+        integer: bool = False,
+        decide_first: bool = False,
     ) -> Affine:
         """Add a variable and return it."""
         index = len(self.lower)
@@ -109,6 +116,8 @@ class LinearModel:
         self.upper.append(1.0 if binary else upper)
         if binary:
             self.binary.append(index)
+        if integer:
+            self.integer.append(index)
         return Affine({index: 1.0})
 
     def add_at_most(self, expression: Affine, bound: float = 0.0, *, equal: bool = False) -> None:

@@ -4,7 +4,6 @@ The methods mirror the trainer's engine (bring, update on load, stash away, brin
 that they keep between steps. A float is the time at which something is due.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -64,14 +63,20 @@ class Machine:
         self._grads_in_flight: list[float] = []
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
-        self.bytes: Counter[str] = Counter()
+        self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self._keeps_events = False
+        self._copy_ms: dict[tuple[str, int, int], float] = {}
 
     def span(self, queue: str, name: str, u: int, ms: float, after: Iterable[float], at: float) -> float:
         """Run `ms` on a queue once `after` is due and a thread issued it at `at`; return when it ends."""
         key = COMPUTE if queue in self._shared else queue
-        start = max(self.free[key], at, *after, 0.0)
+        start = self.free[key]
+        if at > start:
+            start = at
+        for due in after:  # a loop is much faster than max() of so few, and this is the planner's innermost one
+            if due > start:
+                start = due
         end = self.free[key] = start + ms
         self.busy[queue] += ms
         if self._keeps_events:
@@ -84,7 +89,10 @@ class Machine:
         """Copy over the link; see `span`."""
         self.bytes[queue] += num_bytes
         self.bytes["dram"] += num_bytes
-        ms = copy_ms(self.problem, num_bytes, to_device=queue == H2D, num_copies=num)
+        key = queue, num_bytes, num
+        ms = self._copy_ms.get(key)
+        if ms is None:
+            ms = self._copy_ms[key] = copy_ms(self.problem, num_bytes, to_device=queue == H2D, num_copies=num)
         return self.span(queue, name, u, ms, after, at)
 
     def read(self, name: str, u: int, num_bytes: int, written: float) -> None:
@@ -199,7 +207,7 @@ class Machine:
     def start_step(self, *, keep_events: bool = False) -> None:
         """Forget the last step's events and counts, and its grads in flight."""
         self._keeps_events = keep_events
-        self.events, self.bytes, self.busy = [], Counter(), dict.fromkeys(QUEUES, 0.0)
+        self.events, self.bytes, self.busy = [], dict.fromkeys((*QUEUES, "dram"), 0), dict.fromkeys(QUEUES, 0.0)
         self._grads_in_flight = []
 
     def _send(self, u: int, what: str, num_bytes: int, place: str, done: float) -> float:

@@ -93,10 +93,74 @@ def moved_bytes(problem: Problem, unit: UnitCost, plan: UnitPlan, places: tuple[
 
 def account(problem: Problem, plan: Plan) -> Usage:
     """Return the bytes that a plan needs in each tier (the head of this file has the formula)."""
-    always = _device_always(problem, plan)
-    device = tuple((name, always + num_bytes) for name, num_bytes in _device_positions(problem, plan))
-    nvme = _nvme_files(problem, plan)
-    return Usage(device, _host(problem, plan), sum(nvme) + NUM_WRITERS * max(nvme, default=0))
+    return Accountant(problem).account(plan)
+
+
+class Accountant:
+    """`account` for many plans of one problem: what a unit's decisions need by themselves is worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._units = problem, problem.units
+        self._parts: list[dict[UnitPlan, _Part]] = [{} for _ in self._units]
+        self._inputs = [boundary_bytes(problem, unit) for unit in self._units]
+        edges = (0, len(self._units) - 1)
+        self._sums = [
+            sum_bytes(unit) if u in edges else chunk_sum_bytes(problem, unit) for u, unit in enumerate(self._units)
+        ]
+        self._tied = sum_bytes(problem.embed) if problem.tied else 0
+        blocks = range(1, len(self._units) - 1)
+        self._forward_at = [f"forward {self._units[u].name}" for u in blocks]
+        self._backward_at = [f"backward {self._units[u].name}" for u in blocks]
+
+    def account(self, plan: Plan) -> Usage:
+        """Return the bytes that a plan needs in each tier."""
+        parts = []
+        for u, decisions in enumerate(plan.units):
+            part = self._parts[u].get(decisions)
+            if part is None:
+                part = self._parts[u][decisions] = _work_out(self._problem, self._units[u], decisions)
+            parts.append(part)
+        always = _device_always(plan, parts)
+        device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(parts))
+        host, nvme = sum(part.host for part in parts), [size for part in parts for size in part.nvme]
+        if nvme:
+            host += _nvme_staging(self._problem, plan)
+        return Usage(device, host, sum(nvme) + NUM_WRITERS * max(nvme, default=0))
+
+    def fits(self, plan: Plan) -> bool:
+        """Return whether a plan fits in every tier."""
+        return not find_shortage(self._problem, self.account(plan))
+
+    def _list_positions(self, parts: "list[_Part]") -> Iterator[tuple[str, int]]:
+        problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
+        num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
+        waiting = sum(part.waiting for part in parts)
+        offload = max(part.moved for part in blocks)
+        kept = 0
+
+        yield "embed", waiting + inputs[1] + problem.embed.points[0].workspace_bytes
+        waiting -= parts[0].waiting
+        for i, part in enumerate(blocks):
+            own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
+            yield self._forward_at[i], waiting + kept + own + offload
+            waiting -= part.waiting
+            kept += part.kept
+
+        edge = parts[-1].waiting  # the old ones until their update, then the new ones
+        waiting -= edge
+        own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
+        yield "head", kept + own + edge + tied + NUM_RING_BUFFERS * offload
+
+        for i in range(len(blocks) - 1, -1, -1):
+            part, unit = blocks[i], self._units[i + 1]
+            waiting += part.waiting
+            cotangent = max(align(unit.boundary_bytes), align(self._units[i + 2].boundary_bytes))
+            own = num * cotangent + align(unit.boundary_bytes) + part.workspace
+            yield self._backward_at[i], waiting + kept + own + sums[i + 1] + edge + tied
+            kept -= part.kept
+
+        own = inputs[1] + problem.embed.points[0].workspace_bytes + parts[0].waiting
+        yield "embed backward", waiting + own + edge + sums[0]
 
 
 def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
@@ -114,87 +178,57 @@ def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
     return {tier: num_bytes for tier, num_bytes in missing.items() if num_bytes > 0}
 
 
-def _pairs(problem: Problem, plan: Plan) -> list[tuple[UnitCost, UnitPlan]]:
-    return list(zip(problem.units, plan.units, strict=True))
+class _Part(NamedTuple):
+    """What one unit's decisions need, in bytes: in the rings or always, while something waits, far from the device."""
+
+    resident: int
+    slot: int  # 0 where the weights stay
+    visit: int  # 0 where no states come
+    moved: int  # boundary and residuals that leave the device
+    host_grads: int
+    waiting: int  # grads on the device
+    kept: int  # boundary and residuals that stay there
+    residuals: int
+    workspace: int
+    host: int
+    nvme: tuple[int, ...]
 
 
-def _device_always(problem: Problem, plan: Plan) -> int:
-    pairs = _pairs(problem, plan)
-    resident = sum(align(u.weight_bytes) for u, p in pairs if p.weights == DEVICE)
-    resident += sum(align(u.state_bytes) for u, p in pairs if p.states == DEVICE)
-    streamed = [align(u.weight_bytes) for u, p in pairs if p.is_streamed and u.num_params]
-    visiting = [buffer_bytes(u, p) for u, p in pairs if p.moves_states and u.num_params]
-    fetched = [sum(moved_bytes(problem, u, p, (HOST, NVME))) for u, p in pairs]
-    grads = [align(u.grad_bytes) for u, p in pairs[1:-1] if p.grads == HOST]
-    edge_grads = sum(align(u.grad_bytes) for u, p in (pairs[0], pairs[-1]) if p.grads == HOST)
-    return (
-        resident
-        + min(plan.prefetch_depth, len(streamed)) * max(streamed, default=0)
-        + min(NUM_RING_BUFFERS, len(visiting)) * max(visiting, default=0)
-        + NUM_RING_BUFFERS * (max(fetched) + max(grads, default=0))
-        + edge_grads
+def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
+    weights, states, grads = align(unit.weight_bytes), align(unit.state_bytes), align(unit.grad_bytes)
+    host = weights * (plan.weights == HOST or (plan.weights == DEVICE and plan.update == CPU))
+    host += states * (plan.states == HOST) + grads * (plan.grads == HOST)
+    nvme = [weights] * (plan.weights == NVME) + [states] * (plan.states == NVME)
+    return _Part(
+        resident=weights * (plan.weights == DEVICE) + states * (plan.states == DEVICE),
+        slot=weights if plan.is_streamed and unit.num_params else 0,
+        visit=buffer_bytes(unit, plan) if plan.moves_states and unit.num_params else 0,
+        moved=sum(moved_bytes(problem, unit, plan, (HOST, NVME))),
+        host_grads=grads * (plan.grads == HOST),
+        waiting=grads * (plan.grads == DEVICE),
+        kept=sum(moved_bytes(problem, unit, plan, (DEVICE,))),
+        residuals=residual_bytes(problem, unit, plan.residual_point),
+        workspace=unit.points[plan.residual_point].workspace_bytes,
+        host=host + sum(moved_bytes(problem, unit, plan, (HOST,))),
+        nvme=(*nvme, *moved_bytes(problem, unit, plan, (NVME,))),
     )
 
 
-def _device_positions(problem: Problem, plan: Plan) -> Iterator[tuple[str, int]]:
-    pairs = _pairs(problem, plan)
-    blocks, (head, _) = pairs[1:-1], pairs[-1]
-    num = problem.num_microbatches
-    waiting = sum(align(u.grad_bytes) for u, p in pairs if p.grads == DEVICE)
-    offload = max((sum(moved_bytes(problem, u, p, (HOST, NVME))) for u, p in blocks), default=0)
-    kept = 0
-
-    yield "embed", waiting + boundary_bytes(problem, pairs[1][0]) + problem.embed.points[0].workspace_bytes
-    waiting -= _kept_grads(pairs[0])
-    for i, (unit, plan_i) in enumerate(blocks):
-        own = boundary_bytes(problem, unit) + boundary_bytes(problem, problem.units[i + 2])
-        own += residual_bytes(problem, unit, plan_i.residual_point) + unit.points[plan_i.residual_point].workspace_bytes
-        yield f"forward {unit.name}", waiting + kept + own + offload
-        waiting -= _kept_grads((unit, plan_i))
-        kept += _kept_bytes(problem, unit, plan_i)
-
-    edge = _kept_grads(pairs[-1])  # the old ones until their update, then the new ones
-    waiting -= edge
-    tied = sum_bytes(problem.embed) if problem.tied else 0
-    one_more = align(head.boundary_bytes)
-    own = boundary_bytes(problem, head) + one_more + head.points[0].workspace_bytes + sum_bytes(head)
-    yield "head", kept + own + edge + tied + NUM_RING_BUFFERS * offload
-
-    for i, (unit, plan_i) in reversed(list(enumerate(blocks))):
-        waiting += _kept_grads((unit, plan_i))
-        cotangent = max(align(unit.boundary_bytes), align(problem.units[i + 2].boundary_bytes))
-        own = num * cotangent + align(unit.boundary_bytes) + unit.points[plan_i.residual_point].workspace_bytes
-        yield f"backward {unit.name}", waiting + kept + own + chunk_sum_bytes(problem, unit) + edge + tied
-        kept -= _kept_bytes(problem, unit, plan_i)
-
-    embed, embed_plan = pairs[0]
-    own = boundary_bytes(problem, pairs[1][0]) + embed.points[0].workspace_bytes + _kept_grads((embed, embed_plan))
-    yield "embed backward", waiting + own + edge + sum_bytes(embed)
-
-
-def _kept_grads(pair: tuple[UnitCost, UnitPlan]) -> int:
-    return align(pair[0].grad_bytes) if pair[1].grads == DEVICE else 0
-
-
-def _kept_bytes(problem: Problem, unit: UnitCost, plan: UnitPlan) -> int:
-    return sum(moved_bytes(problem, unit, plan, (DEVICE,)))
-
-
-def _host(problem: Problem, plan: Plan) -> int:
-    total = 0
-    for unit, decisions in _pairs(problem, plan):
-        if decisions.weights == HOST or (decisions.weights == DEVICE and decisions.update == CPU):
-            total += align(unit.weight_bytes)
-        if decisions.states == HOST:
-            total += align(unit.state_bytes)
-        if decisions.grads == HOST:
-            total += align(unit.grad_bytes)
-        total += sum(moved_bytes(problem, unit, decisions, (HOST,)))
-    return total + _nvme_staging(problem, plan)
+def _device_always(plan: Plan, parts: list[_Part]) -> int:
+    slots = [part.slot for part in parts if part.slot]
+    visits = [part.visit for part in parts if part.visit]
+    return (
+        sum(part.resident for part in parts)
+        + min(plan.prefetch_depth, len(slots)) * max(slots, default=0)
+        + min(NUM_RING_BUFFERS, len(visits)) * max(visits, default=0)
+        + NUM_RING_BUFFERS * (max(part.moved for part in parts) + max(part.host_grads for part in parts[1:-1]))
+        + parts[0].host_grads
+        + parts[-1].host_grads
+    )
 
 
 def _nvme_staging(problem: Problem, plan: Plan) -> int:
-    pairs = _pairs(problem, plan)
+    pairs = list(zip(problem.units, plan.units, strict=True))
 
     def largest(size: Callable[[UnitCost], int], wanted: Callable[[UnitPlan], bool]) -> int:
         return max((align(size(u)) for u, p in pairs if wanted(p)), default=0)
@@ -210,14 +244,3 @@ def _nvme_staging(problem: Problem, plan: Plan) -> int:
         + 2 * NUM_RING_BUFFERS * largest(states, lambda p: p.states == NVME and p.update == DEVICE)
         + 2 * NUM_RING_BUFFERS * max(packs)
     )
-
-
-def _nvme_files(problem: Problem, plan: Plan) -> list[int]:
-    sizes = []
-    for unit, decisions in _pairs(problem, plan):
-        if decisions.weights == NVME:
-            sizes.append(align(unit.weight_bytes))
-        if decisions.states == NVME:
-            sizes.append(align(unit.state_bytes))
-        sizes += moved_bytes(problem, unit, decisions, (NVME,))
-    return sizes

@@ -1,36 +1,47 @@
-"""Solve a planning problem: the best baseline as start, the MILP by SCIP, the simulator as referee.
+"""Solve a planning problem: a bound over all plans, starts of several kinds, a search that the simulator prices.
 
-Blocks at distance `period` take equal decisions (but for the first two and the last three), which breaks the symmetry
-of many equal blocks; periods 1, 2, 4 and every prefetch depth are tried, each from the best plan known so far. Whatever
-the solver says, the plan is simulated, and the answer is never worse than the best baseline.
+With few blocks the MILP of event times (milp.py) is solved by SCIP for every prefetch depth. With many it is too slow;
+a small MILP of counts (bounds.py) says what no plan can beat and how good plans are mixed, and a local search
+(search.py) works on that mix and on the best baselines. Node and evaluation limits end the parts, so that the same
+problem gives the same plan; the time limit is the net.
+
+Whatever a solver says, the plan is simulated, and the answer is never worse than the best baseline.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_model
 from lazytrain.solver.baselines import Baseline, fits, list_baselines
-from lazytrain.solver.choices import Keep, Lane, list_boundaries, list_lanes, make_unit_plan
+from lazytrain.solver.bounds import bound_step
+from lazytrain.solver.choices import Keep, Lane
 from lazytrain.solver.errors import SolverUnavailableError
-from lazytrain.solver.memory import GIB, account, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
-from lazytrain.solver.plan import DEVICE, Plan, make_plan
+from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import Problem
+from lazytrain.solver.search import Search
+from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.starts import list_arrangements
+from lazytrain.solver.tidying import tidy
 
-PERIODS = (1, 2, 4)
-FEW_BLOCKS = 8  # so few that no tie is needed
+FEW_BLOCKS = 8  # so few that the event times can be solved for
 NUM_NODES = 200
 FIRST_SEARCH_S = 5.0
+FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 500, 1500, 400
+MAX_ARRANGEMENTS = 150  # of a mix
+LEAST_LEFT_S = 0.1
 HORIZON_SLACK = 1e-6
 PROOF_SLACK = 1e-3  # the simulator and the model agree to less
 # Where no baseline fits there is no known step to bound the search by.
 UNKNOWN_HORIZON_FACTOR = 20.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +49,11 @@ class Result:
     """The answer.
 
     Attributes:
-        code: "optimal" (proven within the gap, among the tied plans), "feasible" (a limit was hit first),
-            "fallback" (a baseline: no solver, or nothing better was found), "infeasible".
+        code: "optimal" (proven within the gap, among all plans), "feasible" (not proven), "fallback" (no solver, or
+            nothing better than a baseline was found in time), "infeasible".
         message: for people; where infeasible, what is missing per tier and what would make it fit.
-        statistics: solver, seconds, gap, bound_ms, num_nodes, baseline and its step.
+        statistics: solver, seconds, gap (of step and bound, None = no bound), bound_ms, num_nodes, num_evaluations,
+            baseline and its step.
         baselines: those that fit, the fastest first.
     """
 
@@ -53,24 +65,45 @@ class Result:
 
 
 @dataclass(kw_only=True)
-class _Search:
-    """The best plan so far, and what the solver did."""
+class _Pursuit:
+    """The best plan so far, and what was done."""
 
     problem: Problem
+    deadline_s: float
     best: Plan | None
     best_ms: float
     source: str
-    bounds_ms: dict[int, float] = field(default_factory=dict)  # by prefetch depth, of the loosest ties tried
+    solvers: tuple[str, ...]
+    bounds_ms: dict[int, float] = field(default_factory=dict)  # by prefetch depth
     num_nodes: int = 0
-    tried: list[str] = field(default_factory=list)
+    num_evaluations: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """Return the time that is left."""
+        return self.deadline_s - time.perf_counter()
+
+    @property
+    def gap(self) -> float | None:
+        """Return how much shorter than the best plan's a step might be, relatively; None without a bound."""
+        if self.best is None or set(self.bounds_ms) < set(self.problem.prefetch_depths):
+            return None
+        return max(0.0, 1 - min(self.bounds_ms.values()) / self.best_ms)
+
+    def take(self, plan: Plan, step_ms: float, source: str) -> None:
+        """Keep a plan that fits, if its simulated step is shorter (or as short, where only a baseline is known)."""
+        slack = 1 + HORIZON_SLACK if self.source.startswith("fallback") else 1 - HORIZON_SLACK
+        if self.best is None or step_ms <= self.best_ms * slack:
+            self.best, self.best_ms, self.source = plan, step_ms, source
 
 
 def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) -> Result:
-    """Return the plan with the least simulated step among baselines and solver's plans.
+    """Return the fastest plan that was found, by its simulated step.
 
     Args:
-        time_limit_s: for all solver runs together, a net: node limits end them before, so that plans are reproducible.
-        gap: relative; the solver stops when its plan is proven to be this near to the best tied plan.
+        time_limit_s: for everything but the baselines; a net, see the head of this file.
+        gap: relative; to stop when the plan is proven to be this near to the best one.
 
     Never raises for an infeasible problem: `plan` is None and `message` says what is missing.
 
@@ -84,128 +117,130 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
     start_s = time.perf_counter()
     baselines = list_baselines(problem)
     first = baselines[0] if baselines else None
-    search = _Search(
+    pursuit = _Pursuit(
         problem=problem,
+        deadline_s=time.perf_counter() + time_limit_s,
         best=first.plan if first else None,
         best_ms=first.step_ms if first else _unknown_horizon(problem),
         source=f"fallback:{first.name}" if first else "",
+        solvers=list_solvers(),
     )
-    solvers = list_solvers()
-    for period, depth in _searches(problem):
-        left_s = time_limit_s - (time.perf_counter() - start_s)
-        if not solvers or left_s <= 0.1:
-            break
-        limits = Limits(time_s=min(left_s, FIRST_SEARCH_S), gap=gap, num_nodes=NUM_NODES)
-        try:
-            _improve(search, period, depth, limits, solvers[0])
-        except SolverUnavailableError as error:
-            search.tried.append(str(error))
-            solvers = solvers[1:]
+    solver = pursuit.solvers[0] if pursuit.solvers else "none"
+    if pursuit.left_s > LEAST_LEFT_S:
+        starts = _list_mixed(pursuit)
+        if len(problem.blocks) <= FEW_BLOCKS:
+            _solve_exactly(pursuit, gap)
+        if pursuit.gap is None or pursuit.gap > gap:
+            _search(pursuit, starts, baselines, gap)
     seconds = time.perf_counter() - start_s
-    if search.best is None:
+    if pursuit.best is None:
         return Result(
             plan=None, code="infeasible", message=explain_infeasible(problem), statistics={"seconds": seconds}
         )
-    return _finish(search, baselines, solvers[0] if solvers else "none", seconds, gap)
+    return _finish(pursuit, baselines, solver, seconds, gap)
 
 
-def explain_infeasible(problem: Problem) -> str:
-    """Return what the leanest plans lack, tier by tier, and what would make one of them fit."""
-    options = []
-    for plan in _leanest_plans(problem):
-        usage = account(problem, plan)
-        missing = find_shortage(problem, usage)
-        if not missing:
-            return "the leanest plan fits; only the search failed. Raise the time limit."
-        options.append((sum(missing.values()), missing, plan))
-    _, missing, plan = min(options, key=lambda option: (len(option[1]), option[0]))
-    needs = ", ".join(f"{_need(num_bytes)} more {_name(tier)} memory" for tier, num_bytes in sorted(missing.items()))
-    hardware = problem.hardware
-    have = f"device {hardware.device_memory_bytes / GIB:.2f} GiB, host {hardware.host_memory_bytes / GIB:.2f} GiB"
-    have += f", NVMe {hardware.nvme_bytes / GIB:.2f} GiB" if problem.allow_nvme else ", NVMe not allowed"
-    remedies = [f"give {needs}"]
-    if not problem.allow_nvme:
-        remedies.append("allow NVMe (name a spill directory)")
-    remedies.append("cut the step in more microbatches, or shorten the sequences")
-    return f"nothing fits ({have}). The leanest plan needs {needs}. To make it fit: {'; or '.join(remedies)}."
-
-
-def _leanest_plans(problem: Problem) -> Iterator[Plan]:
-    """Yield the plans without residuals whose blocks, and whose ends, share one kind of lane."""
-    last = len(problem.units) - 1
-    options = [list_lanes(problem, unit, is_edge=u in (0, last)) for u, unit in enumerate(problem.units)]
-    for boundary in list_boundaries(problem):
-        for edge in sorted({lane for u in (0, last) for lane in options[u]}):
-            for lane in sorted({lane for lanes in options[1:last] for lane in lanes}):
-                picked = [
-                    wanted if (wanted := edge if u in (0, last) else lane) in lanes else lanes[0]
-                    for u, lanes in enumerate(options)
-                ]
-                units = [make_unit_plan(p, boundary=boundary if 0 < u < last else DEVICE) for u, p in enumerate(picked)]
-                yield make_plan(problem, units, min(problem.prefetch_depths))
-
-
-def _finish(search: _Search, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:
-    assert search.best is not None
-    first = baselines[0] if baselines else None
-    relative = None
-    if set(search.bounds_ms) == set(search.problem.prefetch_depths):
-        relative = max(0.0, 1 - min(search.bounds_ms.values()) / search.best_ms)
+def _finish(pursuit: _Pursuit, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:
+    assert pursuit.best is not None
+    first, relative = (baselines[0] if baselines else None), pursuit.gap
     statistics: dict[str, Any] = {
         "solver": solver,
-        "source": search.source,
+        "source": pursuit.source,
         "seconds": round(seconds, 3),
         "gap": relative,
-        "num_nodes": search.num_nodes,
+        "bound_ms": None if relative is None else round(min(pursuit.bounds_ms.values()), 3),
+        "num_nodes": pursuit.num_nodes,
+        "num_evaluations": pursuit.num_evaluations,
         "baseline": first.name if first else None,
         "baseline_ms": first.step_ms if first else None,
     }
-    if search.tried:
-        statistics["notes"] = search.tried
+    if pursuit.notes:
+        statistics["notes"] = pursuit.notes
     is_proven = relative is not None and relative <= gap + PROOF_SLACK
-    code = "optimal" if is_proven else "fallback" if search.source.startswith("fallback") else "feasible"
+    is_fallback = solver == "none" or pursuit.source.startswith("fallback")
+    code = "optimal" if is_proven else "fallback" if is_fallback else "feasible"
     statistics["status"] = code
-    plan = search.best.with_prediction(simulate(search.problem, search.best).predicted, **statistics)
-    text = "no proven bound" if relative is None else f"at most {relative:.1%} from the best tied plan"
-    message = f"{search.source}, {text}, {seconds:.1f} s"
+    plan = pursuit.best.with_prediction(simulate(pursuit.problem, pursuit.best).predicted, **statistics)
+    text = "no proven bound" if relative is None else f"no plan can be more than {relative:.1%} faster"
+    message = f"{pursuit.source}, {text}, {seconds:.1f} s"
     return Result(plan=plan, code=code, message=message, statistics=statistics, baselines=tuple(baselines))
 
 
-def _searches(problem: Problem) -> Iterator[tuple[int | None, int]]:
-    """Yield (period, prefetch depth), the most promising first."""
-    if len(problem.blocks) <= FEW_BLOCKS:
-        yield from ((None, depth) for depth in problem.prefetch_depths)
-        return
-    for period in PERIODS:
-        yield from ((period, depth) for depth in problem.prefetch_depths)
+def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
+    """Bound the step of every prefetch depth; return the best plans, by depth, that are mixed like the optimum."""
+    plans: list[Plan] = []
+    for depth in pursuit.problem.prefetch_depths:
+        bound = _with_solver(pursuit, lambda solver, depth=depth: bound_step(pursuit.problem, depth, solver=solver))  # type: ignore[misc]
+        if bound is None:
+            return plans
+        pursuit.bounds_ms[depth] = bound.bound_ms
+        if bound.mix:
+            orders = list(islice(list_arrangements(pursuit.problem, bound.mix, depth), MAX_ARRANGEMENTS))
+            fitting = [plan for plan in orders if fits(pursuit.problem, plan)]
+            plans.append(min(fitting or orders, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
+            pursuit.num_evaluations += len(fitting or orders)
+    return plans
 
 
-def _improve(search: _Search, period: int | None, depth: int, limits: Limits, solver: str) -> None:
-    """Run the solver once from the best known plan; keep what is better, by the simulator's word."""
-    problem = search.problem
-    milp = build_milp(problem, prefetch_depth=depth, horizon_ms=search.best_ms * (1 + HORIZON_SLACK), period=period)
-    start = None
-    if search.best is not None and search.best.prefetch_depth == depth:
-        start = _point_of(milp, search.best)
-    outcome = solve_model(milp.model, limits, solver=solver, start=start)
-    search.num_nodes += outcome.num_nodes
-    label = f"period {period or 'free'}, depth {depth}: {outcome.status} in {outcome.seconds:.2f} s"
-    search.tried.append(label)
-    # A longer period only loosens the ties, so that its bound holds for the shorter ones too.
-    if outcome.status == INFEASIBLE:
-        search.bounds_ms[depth] = search.best_ms  # nothing here is better than the plan at hand
-    elif math.isfinite(outcome.bound):
-        search.bounds_ms[depth] = outcome.bound
-    if outcome.x is None:
-        return
-    plan = milp.read(outcome.x)
-    if not fits(problem, plan):
-        search.tried.append(f"{label}: its plan does not fit by the memory account, dropped")
-        return
-    step_ms = simulate_step_ms(problem, plan)
-    if step_ms <= search.best_ms:
-        search.best, search.best_ms = plan, step_ms
-        search.source = f"milp, period {period or 'free'}"
+def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline], gap: float) -> None:
+    """Search from each start for a while, then on from the two best results; tidy the best plan at the end."""
+    plans = [*starts, *(baseline.plan for baseline in baselines[:2])]
+    plans += [pursuit.best] if pursuit.best is not None and pursuit.best not in plans else []
+    searches = []
+    for plan in plans:
+        search = Search(pursuit.problem, plan, num_evaluations=FIRST_EVALUATIONS, deadline_s=pursuit.deadline_s)
+        if search.make_fit():
+            search.run()
+            searches.append(search)
+    searches.sort(key=lambda search: search.step_ms)
+    for search in searches[:2]:
+        search.left += MORE_EVALUATIONS
+        search.run()
+    pursuit.num_evaluations += sum(search.num_evaluations for search in searches)
+    if searches:
+        best = min(searches, key=lambda search: search.step_ms)
+        best.left = TIDY_EVALUATIONS
+        tidy(best)
+        pursuit.take(best.plan, best.step_ms, "search")
+
+
+def _solve_exactly(pursuit: _Pursuit, gap: float) -> None:
+    """Solve the event times of every prefetch depth; keep what is better by the simulator's word."""
+    problem = pursuit.problem
+    for depth in problem.prefetch_depths:
+        milp = build_milp(problem, prefetch_depth=depth, horizon_ms=pursuit.best_ms * (1 + HORIZON_SLACK))
+        start = None
+        if pursuit.best is not None and pursuit.best.prefetch_depth == depth:
+            start = _point_of(milp, pursuit.best)
+        limits = Limits(time_s=min(max(pursuit.left_s, LEAST_LEFT_S), FIRST_SEARCH_S), gap=gap, num_nodes=NUM_NODES)
+        outcome = _with_solver(
+            pursuit,
+            lambda solver, milp=milp, limits=limits, start=start: solve_model(  # type: ignore[misc]
+                milp.model, limits, solver=solver, start=start
+            ),
+        )
+        if outcome is None:
+            return
+        pursuit.num_nodes += outcome.num_nodes
+        pursuit.notes.append(f"depth {depth}: {outcome.status} in {outcome.seconds:.2f} s")
+        bound_ms = pursuit.best_ms if outcome.status == INFEASIBLE else outcome.bound
+        if math.isfinite(bound_ms):
+            pursuit.bounds_ms[depth] = max(bound_ms, pursuit.bounds_ms.get(depth, 0.0))
+        if outcome.x is not None:
+            plan = milp.read(outcome.x)
+            if fits(problem, plan):
+                pursuit.take(plan, simulate_step_ms(problem, plan), "milp")
+
+
+def _with_solver(pursuit: _Pursuit, run: Callable[[str], T]) -> T | None:
+    """Run something with the preferred solver, or the next one where it breaks down; None if none is left."""
+    while pursuit.solvers:
+        try:
+            return run(pursuit.solvers[0])
+        except SolverUnavailableError as error:
+            pursuit.notes.append(str(error))
+            pursuit.solvers = pursuit.solvers[1:]
+    return None
 
 
 def _point_of(milp: Milp, plan: Plan) -> np.ndarray | None:
@@ -241,12 +276,3 @@ def _unknown_horizon(problem: Problem) -> float:
     )
     copies = sum(moved / (rate * 1e6) for rate in rates)
     return UNKNOWN_HORIZON_FACTOR * (compute + updates + copies + 1.0)
-
-
-def _need(num_bytes: int) -> str:
-    """Return a size that is surely enough, rounded up to 0.01 GiB."""
-    return f"{math.ceil(num_bytes / GIB * 100) / 100:.2f} GiB"
-
-
-def _name(tier: str) -> str:
-    return "NVMe" if tier == "nvme" else tier

@@ -43,6 +43,20 @@ def add_both(model: LinearModel, one: Affine, other: Affine) -> Affine:
     return both
 
 
+def add_product(model: LinearModel, one: Affine, other: Affine) -> Affine:
+    """Add a variable that is 1 where both are 1, and 0 elsewhere: unlike `add_both` it is held from above too."""
+    for a, b in ((one, other), (other, one)):
+        if a.is_zero:
+            return Affine()
+        if not a.terms and a.constant == 1.0:
+            return b
+    product = model.add_var(upper=1.0)
+    model.add_at_least(product, one + other - 1.0)
+    model.add_at_most(product - one)
+    model.add_at_most(product - other)
+    return product
+
+
 def add_largest(model: LinearModel, parts: Sequence[Affine]) -> Affine:
     """Add a variable that is at least every part; 0 where there is nothing."""
     wanted = {tuple(sorted(part.terms.items())): part for part in parts if not part.is_zero}
@@ -128,7 +142,8 @@ def add_ring(
         The times, one per position; and, behind them, the times at which the last user, the last but one ...
         is done.
     """
-    first = [Affine() if period is None else model.add_var(upper=horizon) for _ in range(depth)]
+    lower = 0.0 if period is None else -horizon
+    first = [Affine() if period is None else model.add_var(lower, horizon) for _ in range(depth)]
     release, releases = first, []
     for user, ends in zip(users, finishes, strict=True):
         releases.append(release[-1])
@@ -142,7 +157,7 @@ def add_ring(
             if not sources:
                 newest.append(release[m])
                 continue
-            z = model.add_var(upper=horizon)
+            z = model.add_var(lower, horizon)
             for source in sources:
                 model.add_at_least(z, source - unless)
             if release[m].terms:

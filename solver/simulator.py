@@ -6,8 +6,9 @@ when its queue, what it waits for and the thread that issues it are ready. Times
 Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
 (`device_is_host`) the first four share the cores, so that they take turns.
 
-The norm of all grads is known at the end of a step, after the one host synchronisation. Updates and the loads of the
-next step start only then; stores of grads may still run.
+The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the
+next step, start only then; stores of grads may still run. What the next step's first units need is loaded before: see
+`_Step._list_early`.
 """
 
 from collections.abc import Sequence
@@ -71,8 +72,14 @@ def simulate(problem: Problem, plan: Plan) -> Simulation:
 
 def simulate_step_ms(problem: Problem, plan: Plan) -> float:
     """Return the step's time alone, of a plan that is known to be valid."""
+    return simulate_load(problem, plan)[0]
+
+
+def simulate_load(problem: Problem, plan: Plan) -> tuple[float, tuple[float, ...]]:
+    """Return the step's time, and how long each queue and the host's DRAM is busy in it."""
     machine, period, _ = _settle(problem, plan, keep_events=False)
-    return max(period, *_list_bounds(problem, machine).values())
+    loads_ms = tuple(_list_bounds(problem, machine).values())
+    return max(period, *loads_ms), loads_ms
 
 
 def _settle(problem: Problem, plan: Plan, *, keep_events: bool) -> tuple[Machine, float, float]:
@@ -105,14 +112,30 @@ class _Step:
         order = range(len(self._units))
         slots = [machine.slots.get(u) for u in order]
         buffers = [machine.buffers.get(u) for u in order]
-        self._needs = [max(_last_user(slots, p), _last_user(buffers, p)) for p in order]
+        self._needs = [max(pair) for pair in zip(_last_users(slots), _last_users(buffers), strict=True)]
         self._backward_order = list(range(self._last - 1, 0, -1))
         self._moves = [self._list_moves(u) for u in order]
         offloads = [u for u in self._backward_order if self._moves[u]]
         self._turns = {u: turn for turn, u in enumerate(offloads)}
         slots = [machine.slots.get(u) for u in self._backward_order]
         turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
-        self._backward_needs = [max(_last_user(slots, p), _last_user(turns, p)) for p in range(len(turns))]
+        self._backward_needs = [max(pair) for pair in zip(_last_users(slots), _last_users(turns), strict=True)]
+        self._early = self._list_early()
+        self._tickets: dict[int, float] = {}  # of units that are loaded early: when they are there
+
+    def _list_early(self) -> list[int]:
+        """Return the units whose loads for a step are issued before the norm of the step before is known.
+
+        In forward order, up to the first unit that the CPU updates, whose weights or states are on NVMe, or whose slot
+        or update buffer an earlier unit of the same step takes.
+        """
+        early = []
+        for u, (unit, decisions) in enumerate(zip(self._units, self._plans, strict=True)):
+            waits = decisions.update == CPU or NVME in (decisions.weights, decisions.states)
+            if (waits and unit.num_params) or self._needs[u] >= 0:
+                break
+            early.append(u)
+        return early
 
     def play(self, *, pending: bool) -> float:
         """Play one step; return when its norm is known."""
@@ -133,7 +156,7 @@ class _Step:
         for u, (unit, decisions) in enumerate(zip(self._units, self._plans, strict=True)):
             needs = self._needs[u]
             machine.loader = max(machine.loader, launched[needs] if needs >= 0 else start)
-            ticket = machine.bring(u, pending=pending)
+            ticket = self._tickets.pop(u) if u in self._tickets else machine.bring(u, pending=pending)
             machine.main = max(machine.main, machine.loader)
             if pending and decisions.update == DEVICE and unit.num_params:
                 machine.update_on_load(u, ticket)
@@ -175,6 +198,8 @@ class _Step:
         done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
         machine.deliver(0, done)
         machine.deliver(self._last, done)
+        machine.loader = machine.main
+        self._tickets = {u: machine.bring(u, pending=True) for u in self._early}
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
 
     def _list_moves(self, u: int) -> list[tuple[str, int, str]]:
@@ -189,11 +214,15 @@ class _Step:
         return moved
 
 
-def _last_user(keys: Sequence[int | None], position: int) -> int:
-    """Return the last position before `position` with the same key, or -1; None shares with nobody."""
-    if keys[position] is None:
-        return -1
-    return max((p for p in range(position) if keys[p] == keys[position]), default=-1)
+def _last_users(keys: Sequence[int | None]) -> list[int]:
+    """Return, per position, the last one before it with the same key, or -1; None shares with nobody."""
+    seen: dict[int, int] = {}
+    last = []
+    for position, key in enumerate(keys):
+        last.append(-1 if key is None else seen.get(key, -1))
+        if key is not None:
+            seen[key] = position
+    return last
 
 
 def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:

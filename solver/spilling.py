@@ -36,7 +36,8 @@ def add_spilling(draft: Draft, events: Events) -> None:
     launches = _add_staging(draft, events, writes)
     last_read = _add_forward_reads(draft, events, writes, launches)
     follow(draft, events.reload[-2], [launches[-1]])
-    _add_backward_reads(draft, events, writes, [last_read, launches[-1]])
+    issued = _add_backward_reads(draft, events, writes, [last_read, launches[-1]])
+    follow(draft, events.early[0], issued)
 
 
 def _add_op(draft: Draft, ms: Affine, waits: Sequence[Affine]) -> Op:
@@ -157,7 +158,8 @@ def _add_forward_reads(draft: Draft, events: Events, writes: Writes, launches: l
     return before
 
 
-def _add_backward_reads(draft: Draft, events: Events, writes: Writes, before: list[Affine]) -> None:
+def _add_backward_reads(draft: Draft, events: Events, writes: Writes, before: list[Affine]) -> list[Affine]:
+    """Add the reads before reloads and fetches; return when the loader is through."""
     horizon = 2 * draft.horizon
     blocks = list(range(len(draft.choices) - 2, 0, -1))
     loads = [[events.load[u].finish, relax(draft, events.reload[u].finish, draft.second_load[u])] for u in blocks]
@@ -176,3 +178,4 @@ def _add_backward_reads(draft: Draft, events: Events, writes: Writes, before: li
             follow_if(draft, user, op, write.finish, horizon)
         follow(draft, events.fetch[u], [op.finish])
         before = [op.finish]
+    return before

@@ -2,7 +2,7 @@
 
     queue a then b     finish[b] >= finish[a] + ms[b]
     data               the same, where b waits for a; a wait that depends on a binary is relaxed by M
-    last step's tail   finish[a] - T, for stores of grads that run on after the norm
+    last step's tail   finish[a] - T, for stores of grads that run on after the norm, and for early loads
 
 The rows of an operation of 0 ms only repeat what others say already, because each queue follows the order of compute;
 the waits for which that isn't so are the conditional ones.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.events import AWAY, Events, Op, follow, follow_if, relax
-from lazytrain.solver.linear import Affine
+from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, HOST
 from lazytrain.solver.rates import sync_ms
@@ -27,8 +27,9 @@ class Queues:
     def __init__(self, draft: Draft, events: Events) -> None:
         self._draft = draft
         self._is_one = draft.problem.device_is_host
-        tail = events.store_grads[-1].finish - draft.period
-        self._ends = {COMPUTE: tail} if self._is_one else {D2H: tail}
+        stores, loads = (ops[-1].finish - draft.period for ops in (events.store_grads, events.early))
+        # What is loaded early for a unit binds its own load; those before it don't wait for it (`_add_forward`).
+        self._ends = {COMPUTE: loads} if self._is_one else {D2H: stores}
 
     def run(self, queue: str, op: Op, waits: Sequence[Affine] = ()) -> None:
         """Add the rows of `op` behind what was run on the queue before."""
@@ -44,8 +45,12 @@ def add_timing(draft: Draft, events: Events) -> None:
         queues.run(CPU, op)
         tail = events.store_grads[u].finish - draft.period
         follow_if(draft, pick_lane(draft, u, update=CPU), op, tail, draft.horizon)
-    last_offload = _add_forward(draft, events, queues, moves)
+    last_offload, buffers = _add_forward(draft, events, queues, moves)
     _add_backward(draft, events, queues, moves, last_offload)
+    for u, (op, users) in enumerate(zip(events.early, draft.early, strict=True)):
+        queues.run(H2D, op)
+        follow_if(draft, total(users), op, buffers[u] + draft.period, 2 * draft.horizon)
+        follow_if(draft, users[1], op, events.store_grads[u].finish, 2 * draft.horizon)
 
 
 def _add_moves(draft: Draft) -> list[Affine]:
@@ -68,8 +73,8 @@ def _slot_ends(draft: Draft, uses: Sequence[Op], stores: Sequence[Op]) -> list[l
     return [[a.finish, relax(draft, b.finish, user)] for a, b, user in zip(uses, stores, updated, strict=True)]
 
 
-def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affine]) -> Affine:
-    """Add the rows of the forward sweep; return when the last offload ends."""
+def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affine]) -> tuple[Affine, list[Affine]]:
+    """Add the rows of the forward sweep; return when the last offload ends, and when units' update buffers are free."""
     model, horizon, last = draft.model, draft.horizon, len(draft.choices) - 1
     slot_ends = _slot_ends(draft, events.forward, events.store_weights)
     offloads, last_offload = add_ring(model, moves, _finishes(events.offload_residuals), 1, horizon)
@@ -78,7 +83,7 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
     buffers, _ = add_ring(model, draft.visiting, stores, NUM_RING_BUFFERS, 2 * horizon, period=draft.period)
     for u in range(last + 1):
         load, update, forward = events.load[u], events.update[u], events.forward[u]
-        queues.run(H2D, load, [events.cpu[u].finish])
+        queues.run(H2D, load, [events.cpu[u].finish, events.early[u].finish - draft.period])
         follow_if(draft, draft.streamed[u], load, slots[u], 2 * horizon)
         follow_if(draft, draft.visiting[u], load, buffers[u], 2 * horizon)
         tail = events.store_grads[u].finish - draft.period
@@ -94,7 +99,7 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
             if draft.problem.allow_nvme:
                 queues.run(D2H, events.offload_boundary[u], [forward.finish])
             queues.run(D2H, events.offload_residuals[u], [forward.finish])
-    return last_offload[0]
+    return last_offload[0], buffers
 
 
 def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affine], last_offload: Affine) -> None:

@@ -31,19 +31,19 @@ def add_windows(draft: Draft, events: Events) -> None:
     _add_stores(draft, events)
 
 
-def _largest(draft: Draft, size: Callable[[UnitCost], int], *, to_device: bool, num_copies: int = 1) -> float:
+def find_largest(draft: Draft, size: Callable[[UnitCost], int], *, to_device: bool, num_copies: int = 1) -> float:
     num_bytes = max(size(unit) for unit in draft.problem.units)
     return draft.ms(copy_ms(draft.problem, num_bytes, to_device=to_device, num_copies=num_copies))
 
 
-def _largest_move(draft: Draft, *, to_device: bool) -> float:
+def find_largest_move(draft: Draft, *, to_device: bool) -> float:
     """Return the longest offload or fetch of one block: its boundary and its largest residuals."""
     num = draft.problem.num_microbatches
 
     def size(unit: UnitCost) -> int:
         return num * (unit.boundary_bytes + max(point.residual_bytes for point in unit.points))
 
-    return _largest(draft, size, to_device=to_device, num_copies=2 * num)
+    return find_largest(draft, size, to_device=to_device, num_copies=2 * num)
 
 
 def _start(op: Op) -> Affine:
@@ -52,8 +52,8 @@ def _start(op: Op) -> Affine:
 
 def _add_forward_loads(draft: Draft, events: Events) -> None:
     """Add a chain of its own: weights that a CPU update publishes to a resident block may come at any time before."""
-    weights = _largest(draft, lambda unit: unit.weight_bytes, to_device=True)
-    buffers = _largest(draft, lambda unit: unit.state_bytes + unit.grad_bytes, to_device=True, num_copies=2)
+    weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
+    buffers = find_largest(draft, lambda unit: unit.state_bytes + unit.grad_bytes, to_device=True, num_copies=2)
     ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * buffers
     before = Affine()
     for u, unit in enumerate(draft.problem.units):
@@ -69,18 +69,18 @@ def _add_forward_loads(draft: Draft, events: Events) -> None:
 
 
 def _add_fetches(draft: Draft, events: Events) -> None:
-    weights = _largest(draft, lambda unit: unit.weight_bytes, to_device=True)
-    ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * _largest_move(draft, to_device=True)
+    weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
+    ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * find_largest_move(draft, to_device=True)
     for u in range(1, len(draft.choices) - 1):
         draft.model.add_at_least(events.fetch[u].finish, _start(events.backward[u]) - ahead)
 
 
 def _add_stores(draft: Draft, events: Events) -> None:
     last = len(draft.choices) - 1
-    update = _largest(draft, lambda unit: unit.weight_bytes + unit.state_bytes, to_device=False, num_copies=2)
-    grads = _largest(draft, lambda unit: unit.grad_bytes, to_device=False)
+    update = find_largest(draft, lambda unit: unit.weight_bytes + unit.state_bytes, to_device=False, num_copies=2)
+    grads = find_largest(draft, lambda unit: unit.grad_bytes, to_device=False)
     stores = NUM_RING_BUFFERS * update
-    offload = _largest_move(draft, to_device=False)
+    offload = find_largest_move(draft, to_device=False)
     for u in range(2, last + 1):
         behind = events.offload_residuals[u - 1].finish - (stores + offload)
         draft.model.add_at_least(_start(events.update[u]), behind)

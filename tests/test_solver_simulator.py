@@ -1,0 +1,58 @@
+"""The simulator keeps the executor's contract: what starts before a step's norm is known, and what waits for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain.solver.machine import Event
+from lazytrain.solver.plan import UnitPlan, make_plan
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.simulator import simulate
+from lazytrain.solver.toys import make_toy_problem
+
+RESIDENT = UnitPlan()
+VISITING = UnitPlan(weights="host", states="host", grads="device")
+WITH_GRADS = replace(VISITING, grads="host")
+ON_CPU = replace(WITH_GRADS, update="cpu")
+ON_NVME = replace(VISITING, weights="nvme", states="nvme")
+
+
+def play(problem: Problem, *blocks: UnitPlan) -> tuple[Event, ...]:
+    return simulate(problem, make_plan(problem, [RESIDENT, *blocks, RESIDENT], 2)).timeline
+
+
+def loaded_early(events: tuple[Event, ...]) -> list[str]:
+    """Return the units whose states are loaded before the norm: such a load is issued behind the last backward."""
+    last_backward = max(i for i, event in enumerate(events) if event.name == "embed backward")
+    return [event.unit for event in events[last_backward:] if event.name == "load states"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((VISITING, VISITING, VISITING, VISITING), ["block.0", "block.1"]),  # two update buffers
+        ((RESIDENT, VISITING, RESIDENT, WITH_GRADS), ["block.1", "block.3"]),
+        ((VISITING, ON_CPU, VISITING, VISITING), ["block.0"]),
+        ((ON_CPU, VISITING, VISITING, VISITING), []),
+        ((VISITING, ON_NVME, VISITING, VISITING), ["block.0"]),
+        ((RESIDENT, RESIDENT, RESIDENT, RESIDENT), []),
+    ],
+)
+def test_states_of_the_first_device_updates_come_before_the_norm(
+    blocks: tuple[UnitPlan, ...], expected: list[str]
+) -> None:
+    problem = make_toy_problem(1, num_blocks=4, allow_nvme=True)
+    events = play(problem, *blocks)
+    assert loaded_early(events) == expected
+    visiting = sum(block.moves_states for block in blocks)
+    assert sum(event.name == "load states" for event in events) == visiting, "each is loaded once a step"
+
+
+def test_updates_wait_for_the_norm_and_early_grads_for_their_store() -> None:
+    problem = make_toy_problem(1, num_blocks=4)
+    events = play(problem, WITH_GRADS, WITH_GRADS, VISITING, ON_CPU)
+    assert all(event.start_ms >= 0 for event in events if event.name == "update")
+    stored = {event.unit: event.end_ms for event in events if event.name == "store grads"}
+    early = {event.unit: event for event in events if event.name == "load grads"}
+    for unit in ("block.0", "block.1"):
+        assert early[unit].start_ms >= stored[unit]
