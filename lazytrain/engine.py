@@ -85,7 +85,7 @@ class Engine:
             sink.begin_step(len(batches))
             pending, ahead = self._pending, self._ahead
             self._pending = self._ahead = None
-            xs, stash = self.sweep.forward(batches, contexts, pending, ahead)
+            xs, stash = self.sweep.forward(batches, contexts, pending, ahead, sink.room_for_forward)
             loss_sum, cotangents = self.sweep.loss(xs, batches, 1.0 / num_targets, sink)
             self.sweep.backward(cotangents, batches, contexts, stash, sink)
             following = self._next_update(lr)

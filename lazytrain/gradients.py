@@ -17,6 +17,7 @@ from lazytrain.kernels.norm import add_into, square_sum_into
 from lazytrain.lanes import D2H, Lanes, Ticket
 
 NUM_GRAD_BUFFERS = 2
+FIRST_PIECE = 1 << 20
 
 
 class GradientSink:
@@ -30,6 +31,7 @@ class GradientSink:
         self._num_added: dict[int, int] = {}
         # Buffers that d2h still reads, held until the compute queue has waited for it; in the next step, too.
         self._in_flight: list[tuple[Ticket, Tensor]] = []
+        self._head_out: Ticket | None = None
         self.squares = torch.zeros(0, dtype=torch.float64, device=lanes.device)
 
     def begin_step(self, num_microbatches: int) -> None:
@@ -77,19 +79,36 @@ class GradientSink:
         return views
 
     def finish(self, home: UnitHome) -> None:
-        """Round embed's or head's sum to the working dtype and take its squares, on the compute queue."""
+        """Round embed's or head's sum to the working dtype and take its squares, on the compute queue.
+
+        What leaves the device soon is rounded within the sum's own memory, what stays there gets its own.
+        """
         if not home.has_params:
             return
-        total, dtype = self._sums[home.index], home.layout.dtype
-        out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-        add_into(out, total, square=self.squares[home.index])
-        self._sums[home.index] = out
+        total, dtype, square = self._sums[home.index], home.layout.dtype, self.squares[home.index]
+        if total.dtype == dtype:
+            square_sum_into(total, square)
+        elif home.grads_host is None:
+            out = self._sums[home.index] = torch.empty_like(total, dtype=dtype)
+            add_into(out, total, square=square)
+        else:
+            out = self._sums[home.index] = round_in_place(total)
+            square_sum_into(out, square)
 
     def room_for(self, home: UnitHome) -> list[Ticket]:
-        """Return what a unit's backward must wait for before it may write new grads; frees the oldest buffers."""
-        tickets = []
+        """Return what a block's backward must wait for before it may write new grads; frees the oldest buffers.
+
+        The first block waits for the head's store, whose memory is the largest.
+        """
+        tickets = [self._in_flight.pop(0)[0]] if self._in_flight and self._in_flight[0][0] is self._head_out else []
         while home.plan.grads == "host" and len(self._in_flight) >= NUM_GRAD_BUFFERS:
             tickets.append(self._in_flight.pop(0)[0])
+        return tickets
+
+    def room_for_forward(self) -> list[Ticket]:
+        """Return what the first block's forward must wait for: the last step's stores; frees all their buffers."""
+        tickets = [ticket for ticket, _ in self._in_flight]
+        self._in_flight.clear()
         return tickets
 
     def deliver(self, home: UnitHome, done: Ticket) -> None:
@@ -104,11 +123,28 @@ class GradientSink:
             self._lanes.copy_into(home.grads_host, grads, D2H)
         home.grads_out = out
         self._in_flight.append((out, grads))
+        if home is self._homes.units[-1]:
+            self._head_out = out
 
     def drop(self) -> None:
         """Forget grads that were kept on the device: the step is skipped."""
         for home in self._homes.units:
             home.grads_device = None
+
+
+def round_in_place(total: Tensor) -> Tensor:
+    """Round flat fp32 to bf16, to nearest even, within its own memory; return the bf16 tensor, its first half.
+
+    Element i goes where half an element was that was rounded before: pieces that double in length never overlap what
+    they read, but for the first one, which is copied.
+    """
+    out = total.view(torch.bfloat16)[: total.numel()]
+    end = min(FIRST_PIECE, total.numel())
+    add_into(out[:end], total[:end].clone())
+    while end < total.numel():
+        begin, end = end, min(2 * end, total.numel())
+        add_into(out[begin:end], total[begin:end])
+    return out
 
 
 def norm_of_squares(squares: Sequence[float]) -> tuple[float, int | None]:

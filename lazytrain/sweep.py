@@ -5,7 +5,7 @@ Shape letters: b batch, t time, d model width.
 Nothing here waits for the device; the host runs ahead, held back only by the buffers' reuse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ class Stash:
     # Offloads that may still read their tensors, which are held here until the compute queue has waited for them.
     in_flight: list[tuple[Ticket, Any]] = field(default_factory=list)
 
+    def take_oldest(self) -> Ticket | None:
+        """Return what compute must wait for before there is room for another offload; its tensors are let go."""
+        return self.in_flight.pop(0)[0] if len(self.in_flight) == NUM_OFFLOADS_IN_FLIGHT else None
+
 
 @dataclass(kw_only=True)
 class Sweep:
@@ -59,11 +63,13 @@ class Sweep:
         contexts: Sequence[Context],
         pending: PendingUpdate | None,
         ahead: Prefetch | None = None,
+        room: Callable[[], Sequence[Ticket]] = list,
     ) -> tuple[list[Tensor], Stash]:
         """Run embed and all blocks, updating each unit before its use where an update is pending.
 
         Args:
             ahead: what `load_ahead` returned for this update; None = nothing was loaded yet.
+            room: asked before the first block for what it must wait for.
 
         Returns:
             The head's inputs, x_btd of each microbatch, and what backward needs.
@@ -80,9 +86,10 @@ class Sweep:
                 with self.lanes.span(COMPUTE, "embed", home.unit.name, [arrival.ticket]) as done:
                     xs = [self.model.embed.fn(self._params(arrival), batch) for batch in batches]
             elif position < len(homes) - 1:
-                xs, done = self._forward_block(position - 1, arrival, xs, contexts, stash)
+                after = room() if position == 1 else ()
+                xs, done = self._forward_block(position - 1, arrival, xs, contexts, stash, after)
             else:
-                with self.lanes.span(COMPUTE, "arrive", home.unit.name, [arrival.ticket]) as done:
+                with self.lanes.span(COMPUTE, "arrive", home.unit.name, [arrival.ticket, stash.take_oldest()]) as done:
                     pass
             self.arrivals.used(arrival, done)
             prefetch.launched(position)
@@ -100,7 +107,7 @@ class Sweep:
         total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
         cotangents: list[Tensor] = []
         head = self.model.head
-        with self.lanes.span(COMPUTE, "head", head.name):
+        with self.lanes.span(COMPUTE, "head", head.name) as done:
             while xs:
                 x_btd = xs.pop(0)
                 batch = batches[len(cotangents)]
@@ -108,6 +115,7 @@ class Sweep:
                 total = total + loss_sum.float()
                 cotangents.append(dx_btd)
             sink.finish(home)
+        sink.deliver(home, done)
         return total, cotangents
 
     def backward(
@@ -157,15 +165,19 @@ class Sweep:
         return params
 
     def _forward_block(
-        self, i: int, arrival: Arrival, xs: list[Tensor], contexts: Sequence[Context], stash: Stash
+        self,
+        i: int,
+        arrival: Arrival,
+        xs: list[Tensor],
+        contexts: Sequence[Context],
+        stash: Stash,
+        after: Sequence[Ticket],
     ) -> tuple[list[Tensor], Ticket]:
         home = arrival.home
         params = self._params(arrival)
-        full = len(stash.in_flight) == NUM_OFFLOADS_IN_FLIGHT
-        oldest = stash.in_flight.pop(0)[0] if full else None
         outputs, programs = [], []
         residuals: list[tuple[Tensor, ...]] = []
-        with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, oldest]) as done:
+        with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, stash.take_oldest(), *after]) as done:
             for x_btd, ctx in zip(xs, contexts):
                 program = self.programs.get(home.unit.kind, home.unit.fn, params, x_btd, ctx, layout=home.layout)
                 y_btd, kept = program.forward_keep(self._point(home, program), params, x_btd, ctx)
@@ -267,7 +279,6 @@ class Sweep:
                 embed_grads_into(embed, self._views(home), batch, dx_btd, sink.sums(home))
             sink.finish(home)
         sink.deliver(home, done)
-        sink.deliver(self.homes.units[-1], done)
 
     def _params(self, arrival: Arrival) -> Params:
         return arrival.home.layout.views(arrival.weights)

@@ -224,14 +224,8 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
         for place, num_bytes in ((DEVICE, states[k]), (HOST, states[k] + grads[k])):
             visits.append((pick_lane(draft, k, states=AWAY, update=DEVICE, grads=place), num_bytes, counts[k]))
     grad_buffer = add_largest(model, [_some(draft, to_host[k], counts[k]) * grads[k] for k in blocks])
-    always = (
-        resident
-        + slots
-        + _add_buffers(draft, visits, NUM_RING_BUFFERS)
-        + NUM_RING_BUFFERS * (offload + grad_buffer)
-        + to_host[0] * grads[0]
-        + to_host[last] * grads[last]
-    )
+    always = resident + slots + _add_buffers(draft, visits, NUM_RING_BUFFERS) + NUM_RING_BUFFERS * offload
+    ring = NUM_RING_BUFFERS * grad_buffer
     everything = total(kept)
     waiting = [pick_lane(draft, k, grads=DEVICE) * grads[k] for k in range(last + 1)]
     sums = [size(sum_bytes(unit) if k in (0, last) else chunk_sum_bytes(problem, unit)) for k, unit in enumerate(units)]
@@ -242,19 +236,12 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
     least_input, least_work = min(inputs[1:last]), min(work[1:last])
     one_more = size(align(units[last].boundary_bytes))
     positions = [
-        total(waiting) + work[0] + least_input,
+        total(waiting) + work[0] + ring + to_host[0] * sums[0] + least_input,
         total(waiting[1:]) + offload + 2 * min(inputs[1:]) + least_work,
-        everything
-        + waiting[last]
-        + NUM_RING_BUFFERS * offload
-        + inputs[last]
-        + one_more
-        + work[last]
-        + sums[last]
-        + tied,
-        everything + waiting[last] + flow + least_work + min(sums[1:last]) + tied,
-        total(waiting[1:]) + flow + least_work + min(sums[1:last]) + tied,
-        total(waiting) + least_input + work[0] + sums[0],
+        everything + waiting[last] + offload + inputs[last] + one_more + work[last] + sums[last] + tied,
+        everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
+        total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
+        total(waiting) + ring + least_input + work[0] + sums[0],
     ]
     host, nvme = _sum_far(draft, HOST), _sum_far(draft, NVME)
     hardware = problem.hardware

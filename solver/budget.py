@@ -62,7 +62,6 @@ def add_budgets(draft: Draft, slack: dict[str, Affine] | None = None) -> None:
 
 def _device_always(draft: Draft) -> Affine:
     model, problem, parts = draft.model, draft.problem, []
-    last = len(draft.choices) - 1
     for u, unit in enumerate(problem.units):
         weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
         parts.append(pick_lane(draft, u, weights=DEVICE) * weights + pick_lane(draft, u, states=DEVICE) * states)
@@ -75,9 +74,6 @@ def _device_always(draft: Draft) -> Affine:
             visit = pick_lane(draft, u, states=AWAY, update=DEVICE, grads=place)
             visits.append((visit, draft.size(num_bytes)))
     parts.append(add_buffer(model, visits, draft.num_buffers))
-    stores = [(pick_lane(draft, u, grads=HOST), draft.size(align(x.grad_bytes))) for u, x in enumerate(problem.units)]
-    parts.append(add_buffer(model, stores[1:-1]) * NUM_RING_BUFFERS)
-    parts += [stores[u][0] * stores[u][1] for u in (0, last)]
     return total(parts)
 
 
@@ -109,26 +105,22 @@ def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     edge_sums = [draft.size(sum_bytes(unit)) for unit in (problem.embed, problem.head)]
     tied = draft.size(sum_bytes(problem.embed)) if problem.tied else 0.0
     edge = grads[last]
+    stores = [(pick_lane(draft, u, grads=HOST), draft.size(align(x.grad_bytes))) for u, x in enumerate(units)]
+    ring = add_buffer(draft.model, stores[1:-1]) * NUM_RING_BUFFERS
 
-    positions = [all_grads + work[0] + inputs[1]]
+    positions = [all_grads + work[0] + ring + stores[0][0] * edge_sums[0] + inputs[1]]
     for u in range(1, last):
         own = work[u] + _residuals(draft, u) + (inputs[u] + inputs[u + 1])
         positions.append(own + (all_grads - grads_before[u]) + kept_before[u] + offload)
     one_more = draft.size(align(problem.head.boundary_bytes))
-    positions.append(
-        work[last]
-        + kept_before[last]
-        + edge
-        + offload * NUM_RING_BUFFERS
-        + (inputs[last] + one_more + edge_sums[1] + tied)
-    )
+    positions.append(work[last] + kept_before[last] + edge + offload + (inputs[last] + one_more + edge_sums[1] + tied))
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
         flow = draft.size(problem.num_microbatches * cotangent + align(units[u].boundary_bytes))
         waiting = grads_before[last] - grads_before[u]
         sums = draft.size(chunk_sum_bytes(problem, units[u]))
-        positions.append(work[u] + waiting + kept_before[u + 1] + edge + (flow + sums + tied))
-    positions.append(work[0] + all_grads + (inputs[1] + edge_sums[0]))
+        positions.append(work[u] + waiting + kept_before[u + 1] + edge + ring + (flow + sums + tied))
+    positions.append(work[0] + all_grads + ring + (inputs[1] + edge_sums[0]))
     return positions
 
 

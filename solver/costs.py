@@ -29,8 +29,8 @@ PEAK_SHARE = 1.94  # working memory of a recompute, against the residuals, the s
 KEEP_COST = 0.03  # of forward, where it writes residuals
 BLOCK_EFFICIENCY = 0.85  # of the rate of large matrix products
 TOKENS_AT_HALF_RATE = 200  # small chunks leave the matrix units idle
-HEAD_CHUNK_TOKENS = 2048  # logits at a time
-LOGIT_BYTES = 6  # of one logit of a chunk: bf16, and fp32 in passing
+LOGITS_BYTES = 640 << 20  # logits at a time, as the trainer's head
+HEAD_COPIES = 4  # of its input, in bf16: rows with a target, their norm, gradients of both
 DEFAULT_CHUNK_TOKENS = 16384
 MAX_TOKENS = 1 << 32
 
@@ -170,14 +170,14 @@ def _block_cost(shapes: Shapes, hardware: Hardware, rate: _Rate, tokens: int, se
 
 
 def _embed_cost(shapes: Shapes, hardware: Hardware, tokens: int) -> UnitCost:
-    """A gather forward; backward clears a dense gradient and adds the rows to it."""
+    """A gather forward; backward adds fp32 rows to an fp32 sum, which is cleared before and rounded after."""
     tensors = count_tensors([(shapes.vocab_size, shapes.hidden_size)])
     row_bytes = 2 * tokens * shapes.hidden_size
     point = ResidualPoint(
         residual_bytes=0,
         forward_ms=2 * row_bytes / (hardware.device_memory_gbs * 1e6),
         backward_ms=(3 * tensors.weight_bytes + 3 * row_bytes) / (hardware.device_memory_gbs * 1e6),
-        workspace_bytes=tensors.weight_bytes,
+        workspace_bytes=2 * row_bytes,
     )
     return _unit("embed", tensors, hardware, (point,), boundary_bytes=8 * tokens)
 
@@ -190,7 +190,7 @@ def _head_cost(shapes: Shapes, hardware: Hardware, rate: _Rate, tokens: int) -> 
         residual_bytes=0,
         forward_ms=0.0,
         backward_ms=rate.ms(3 * _head_flops(shapes, tokens)),
-        workspace_bytes=min(tokens, HEAD_CHUNK_TOKENS) * v * LOGIT_BYTES + 4 * v * d,
+        workspace_bytes=min(2 * tokens * v, LOGITS_BYTES) + HEAD_COPIES * 2 * tokens * d,
     )
     return _unit("head", tensors, hardware, (point,), boundary_bytes=2 * tokens * d)
 

@@ -61,6 +61,7 @@ class Machine:
         self._weights_out, self._grads_out = list(zeros), list(zeros)
         self._weights_write, self._state_write = list(zeros), list(zeros)
         self._grads_in_flight: list[float] = []
+        self.last_store = 0.0
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
         self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
@@ -192,17 +193,21 @@ class Machine:
         return self.copy(H2D, "fetch", u, num_bytes, after, self.loader, self.num * len(packs))
 
     def room_for_grads(self, u: int) -> float:
-        """Return what a unit's backward waits for before it may write grads that go to the host."""
+        """Return what a block's backward waits for: room for grads that go to the host; the first, the head's store."""
+        last = len(self.units) - 1
+        head = self._grads_out[last] if u == last - 1 and self.plans[last].grads == HOST else 0.0
         if self.plans[u].grads == HOST and len(self._grads_in_flight) >= NUM_BUFFERS:
-            return self._grads_in_flight.pop(0)
-        return 0.0
+            return max(head, self._grads_in_flight.pop(0))
+        return head
 
     def deliver(self, u: int, done: float) -> None:
         """Send a unit's finished grads to the host, if that is where they wait."""
         unit = self.units[u]
         if unit.num_params and self.plans[u].grads == HOST:
             self._grads_out[u] = self.copy(D2H, "store grads", u, unit.grad_bytes, [done], self.main)
-            self._grads_in_flight.append(self._grads_out[u])
+            self.last_store = self._grads_out[u]
+            if 0 < u < len(self.units) - 1:
+                self._grads_in_flight.append(self._grads_out[u])
 
     def start_step(self, *, keep_events: bool = False) -> None:
         """Forget the last step's events and counts, and its grads in flight."""

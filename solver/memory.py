@@ -3,11 +3,14 @@
 Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatches (chunks), P the prefetch depth.
 
     device, always    resident weights and states + min(P, streamed) weight slots + min(2, visiting) update buffers
-                      + 2 fetch buffers + 2 grad buffers + grads of embed and head that go to the host
+                      + 2 fetch buffers
+    device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
+                      the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
                       + own residuals + one offload in flight + grads that wait for their update + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
-                      + grads that wait for the norm + the sum over chunks where M > 1 + workspace
+                      + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace
+    embed and head    + an fp32 sum of their grads
     host              weights, states, grads, offloaded things; staging buffers for what lives on NVMe
     nvme              weights, states and spilled things, and two files more: a new version is another file
 """
@@ -136,9 +139,11 @@ class Accountant:
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
         waiting = sum(part.waiting for part in parts)
         offload = max(part.moved for part in blocks)
+        ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
+        stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
         kept = 0
 
-        yield "embed", waiting + inputs[1] + problem.embed.points[0].workspace_bytes
+        yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
         waiting -= parts[0].waiting
         for i, part in enumerate(blocks):
             own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
@@ -149,18 +154,18 @@ class Accountant:
         edge = parts[-1].waiting  # the old ones until their update, then the new ones
         waiting -= edge
         own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
-        yield "head", kept + own + edge + tied + NUM_RING_BUFFERS * offload
+        yield "head", kept + own + edge + tied + offload
 
         for i in range(len(blocks) - 1, -1, -1):
             part, unit = blocks[i], self._units[i + 1]
             waiting += part.waiting
             cotangent = max(align(unit.boundary_bytes), align(self._units[i + 2].boundary_bytes))
             own = num * cotangent + align(unit.boundary_bytes) + part.workspace
-            yield self._backward_at[i], waiting + kept + own + sums[i + 1] + edge + tied
+            yield self._backward_at[i], waiting + kept + own + sums[i + 1] + ring + edge + tied
             kept -= part.kept
 
         own = inputs[1] + problem.embed.points[0].workspace_bytes + parts[0].waiting
-        yield "embed backward", waiting + own + edge + sums[0]
+        yield "embed backward", waiting + own + ring + edge + sums[0]
 
 
 def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
@@ -221,9 +226,7 @@ def _device_always(plan: Plan, parts: list[_Part]) -> int:
         sum(part.resident for part in parts)
         + min(plan.prefetch_depth, len(slots)) * max(slots, default=0)
         + min(NUM_RING_BUFFERS, len(visits)) * max(visits, default=0)
-        + NUM_RING_BUFFERS * (max(part.moved for part in parts) + max(part.host_grads for part in parts[1:-1]))
-        + parts[0].host_grads
-        + parts[-1].host_grads
+        + NUM_RING_BUFFERS * max(part.moved for part in parts)
     )
 
 

@@ -161,14 +161,17 @@ class _Step:
             if pending and decisions.update == DEVICE and unit.num_params:
                 machine.update_on_load(u, ticket)
             point = unit.points[decisions.residual_point]
+            oldest = offloads.pop(0) if u and len(offloads) == 2 else 0.0
             if u == self._last:
                 ms = num * (point.forward_ms + point.backward_ms)
-                done = machine.span(COMPUTE, "head", u, ms, [ticket], machine.main)
+                done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest], machine.main)
+                machine.deliver(u, done)
             elif u == 0:
                 done = machine.span(COMPUTE, "embed", u, num * point.forward_ms, [ticket], machine.main)
             else:
-                oldest = offloads.pop(0) if len(offloads) == 2 else 0.0
-                done = machine.span(COMPUTE, "forward", u, num * point.forward_ms, [ticket, oldest], machine.main)
+                stored = machine.last_store if u == 1 else 0.0
+                after = [ticket, oldest, stored]
+                done = machine.span(COMPUTE, "forward", u, num * point.forward_ms, after, machine.main)
             if self._moves[u]:
                 packs[u] = [machine.offload(u, name, size, place, done) for name, size, place in self._moves[u]]
                 offloads.append(packs[u][-1].out)
@@ -197,7 +200,6 @@ class _Step:
         ms = num * self._units[0].points[0].backward_ms
         done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
         machine.deliver(0, done)
-        machine.deliver(self._last, done)
         machine.loader = machine.main
         self._tickets = {u: machine.bring(u, pending=True) for u in self._early}
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)

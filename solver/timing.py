@@ -27,7 +27,7 @@ class Queues:
     def __init__(self, draft: Draft, events: Events) -> None:
         self._draft = draft
         self._is_one = draft.problem.device_is_host
-        stores, loads = (ops[-1].finish - draft.period for ops in (events.store_grads, events.early))
+        stores, loads = events.store_grads[0].finish - draft.period, events.early[-1].finish - draft.period
         # What is loaded early for a unit binds its own load; those before it don't wait for it (`_add_forward`).
         self._ends = {COMPUTE: loads} if self._is_one else {D2H: stores}
 
@@ -91,14 +91,15 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
         queues.run(COMPUTE, update, [load.finish])
         queues.run(D2H, events.store_weights[u], [update.finish])
         queues.run(D2H, events.store_states[u])
-        queues.run(COMPUTE, forward)
-        if 0 < u < last:
+        queues.run(COMPUTE, forward, [events.store_grads[0].finish - draft.period] if u == 1 else [])
+        if u > 1:
             # All offloads but the last one must be over: where u - 1 made one, those before it; others were due before.
-            if u > 1:
-                follow_if(draft, moves[u - 1], forward, offloads[u - 1], horizon)
+            follow_if(draft, moves[u - 1], forward, offloads[u - 1], horizon)
+        if 0 < u < last:
             if draft.problem.allow_nvme:
                 queues.run(D2H, events.offload_boundary[u], [forward.finish])
             queues.run(D2H, events.offload_residuals[u], [forward.finish])
+    queues.run(D2H, events.store_grads[last], [events.forward[last].finish])
     return last_offload[0], buffers
 
 
@@ -125,9 +126,10 @@ def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affi
             follow_if(draft, moves[u], fetch, wait, horizon)
         queues.run(COMPUTE, backward, [fetch.finish, *([last_offload] if u == blocks[0] else [])])
         follow_if(draft, to_host[u], backward, grads[u], 2 * horizon)
+        if u == blocks[0]:
+            follow_if(draft, to_host[last], backward, events.store_grads[last].finish, horizon)
         queues.run(D2H, events.store_grads[u], [backward.finish])
     done = events.backward[0]
     queues.run(COMPUTE, done)
-    for u in (0, last):
-        queues.run(D2H, events.store_grads[u], [done.finish])
+    queues.run(D2H, events.store_grads[0], [done.finish])
     draft.model.add_at_least(draft.period, done.finish + draft.ms(sync_ms(draft.problem)))
