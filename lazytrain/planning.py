@@ -21,7 +21,7 @@ from lazytrain.solver.simulator import simulate, simulate_step_ms
 CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
-LIMIT_SHARE = 0.97
+LIMIT_SHARE = 0.985
 
 
 class Planned(NamedTuple):

@@ -31,7 +31,7 @@ from lazytrain.configuration import ModelConfig
 from lazytrain.errors import LazyTrainError
 from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
-from lazytrain.planning import Planned, choose_plan, default_limits, solve_problem
+from lazytrain.planning import Planned, default_limits, default_microbatches, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
@@ -40,11 +40,14 @@ from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.recipes.traces import write_trace
 from lazytrain.slabs import resident_host_bytes
+from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.plan import Plan
+from lazytrain.solver.planning import Result
 from lazytrain.solver.problem import Problem
+from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
 from lazytrain.transformer import transformer_model
@@ -107,14 +110,20 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         floor_s=options.floor,
     )
     start_s = time.perf_counter()
-    planned = choose_plan(profiler, num_microbatches=options.microbatches, report=say)
-    say(f"profile, compile and plan: {time.perf_counter() - start_s:.1f} s")
-    (options.out / "problem.json").write_text(json.dumps(planned.problem.to_dict()) + "\n", encoding="utf-8")
+    if options.problem is not None:
+        problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
+    else:
+        problem = profiler.problem(options.microbatches or default_microbatches(profiler.batch, device))
+        say(f"compiled and profiled in {time.perf_counter() - start_s:.1f} s")
+    variants = {"problem": problem, "problem-device-update": profiler.without_cpu_updates(problem)}
+    for name, variant in variants.items():
+        if variant is not None:
+            (options.out / f"{name}.json").write_text(json.dumps(variant.to_dict()) + "\n", encoding="utf-8")
     results = []
-    for name in options.plans.split(","):
-        chosen = planned if name == "solved" else _other_plan(name, planned, profiler)
+    for name in () if options.profile_only else options.plans.split(","):
+        chosen = _choose(name, problem, variants["problem-device-update"])
         if chosen is None:
-            say(f"{name}: does not fit, left out")
+            say(f"{name}: {explain_infeasible(problem) if name == 'solved' else 'does not fit, left out'}")
             continue
         say(format_plan(chosen.problem, chosen.plan))
         say(format_prediction(chosen.problem, chosen.plan))
@@ -255,23 +264,24 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
     )
 
 
-def _other_plan(name: str, planned: Planned, profiler: Profiler) -> Planned | None:
-    """Return a forced, heuristic or saved plan for the profiled problem; None where it does not fit."""
-    problem = planned.problem
+def _choose(name: str, problem: Problem, without_cpu_updates: Problem | None) -> Planned | None:
+    """Return the plan of that name for the profiled problem; None where it does not fit."""
+    if name == "solved":
+        return solve_problem(problem, without_cpu_updates)
     if name == "cpu-update":
         return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
     if name == "device-update":
-        both_ways: Problem = replace(problem, allow_cpu_update=True, allow_device_update=True)
-        return solve_problem(profiler.without_cpu_updates(both_ways) or replace(problem, allow_cpu_update=False))
+        return solve_problem(without_cpu_updates or replace(problem, allow_cpu_update=False, allow_device_update=True))
     if name.endswith(".json"):
         plan = Plan.load(name)
+        plan.validate(problem)
     else:
-        found = {baseline.name: baseline.plan for baseline in planned.result.baselines}
+        found = {baseline.name: baseline.plan for baseline in list_baselines(problem)}
         if name not in found:
             return None
         plan = found[name]
-    plan.validate(problem)
-    return Planned(plan.with_prediction(simulate(problem, plan).predicted), problem, planned.result)
+    plan = plan.with_prediction(simulate(problem, plan).predicted)
+    return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"{name}, as given", statistics={}))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -294,6 +304,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true", help="the same bits under any plan also when compiled")
     parser.add_argument("--kernels", action="store_true", help="profile two more steps kernel by kernel")
     parser.add_argument("--floor", type=float, default=0.3, help="seconds per measurement of the profile")
+    parser.add_argument("--profile-only", action="store_true", help="profile, write problem.json and stop")
+    parser.add_argument("--problem", type=Path, help="a problem.json instead of a profile")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
     return parser.parse_args(arguments)
 
