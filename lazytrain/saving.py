@@ -48,6 +48,7 @@ def save_state(state: TrainState, run_dir: Path, *, meta: Mapping[str, Any], kee
 
     files = [(_file_name(home), lambda home=home: tensors(home)) for home in homes]
     record = {"num_updates": state.num_updates, "seed": state.seed, "dtype": str(engine.dtype), "run": dict(meta)}
+    record["plan"] = engine.plan.to_dict()  # only for `lazytrain.store verify`: a run resumes under any plan
     return save_checkpoint(run_dir, state.step, files, record, keep=keep)
 
 
