@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, write_all
+from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, stream_out, write_all
 from lazytrain.errors import ModelFileError
 from lazytrain.tensorfile import DTYPES
 
@@ -134,7 +134,7 @@ class TensorFileWriter:
             )
         data = tensor_bytes(tensor)
         checksum = self._checker.submit(crc32_of, data)
-        write_all(self._fd, data, self._starts[name])
+        stream_out(self._fd, data, self._starts[name])
         self._crc32[name] = checksum.result()
         del self._missing[name]
 
