@@ -15,7 +15,21 @@ from lazytrain.tensorwriter import TensorSpec
 from lazytrain.trainer import TrainStep, read_params
 
 META = {"seed": 7}
-CONFIG = {"model_type": "qwen2", "torch_dtype": "float32"}
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
 
 
 def make_step(plan: str, spill_dir: Path) -> TrainStep:
