@@ -127,6 +127,18 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_with_ancestors(path: Path) -> None:
+    """Make the names in a directory durable, and the directory's own, and those of all above it.
+
+    Whoever made a run directory made it without a sync: after a power loss a checkpoint in it would be safe and out of
+    reach. Directories above it that may not be read are taken to be old.
+    """
+    sync_directory(path)
+    for ancestor in path.absolute().parents:
+        with contextlib.suppress(PermissionError):
+            sync_directory(ancestor)
+
+
 def lock_directory(path: Path) -> int | None:
     """Take a directory's lock; return its file descriptor, or None where another process holds it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -170,7 +182,7 @@ def stage_directory(target: Path) -> Iterator[Path]:
         yield staged
         sync_directory(staged)
         publish(staged, target)
-        sync_directory(target.parent)
+        sync_with_ancestors(target.parent)
     finally:
         # After an exchange this name holds the old directory; after an error, the unfinished one.
         shutil.rmtree(staged, ignore_errors=True)

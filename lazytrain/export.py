@@ -105,9 +105,9 @@ def export_model(
         ModelFileError: see `check_target`; a full disk (found before the first tensor; an older export stays intact);
             a tensor that isn't the planned one.
     """
-    target = check_target(directory, base_dir)
     extra = dict(metadata or {})
     try:
+        target = check_target(directory, base_dir)
         with stage_directory(target) as staged:
             records = _write_shards(staged, plan, tensors, {**extra, **METADATA})
             others = {CONFIG: _to_json(with_dtype(config, plan))}
@@ -123,8 +123,8 @@ def export_model(
                 records[name] = FileRecord.of_bytes(content)
             write_file(staged / MODEL_CHECKSUMS, encode_manifest(MODEL_FORMAT, MODEL_VERSION, records))
     except OSError as error:
-        need = f"Writing the model ({plan.total_bytes / 2**30:.2f} GiB) to {target}"
-        raise ModelFileError(explain_os_error(error, need, target.parent)) from error
+        need = f"Writing the model ({plan.total_bytes / 2**30:.2f} GiB) to {directory}"
+        raise ModelFileError(explain_os_error(error, need, directory.parent)) from error
     return target
 
 

@@ -58,13 +58,12 @@ def make_run(run_dir: Path) -> Path:
 def export_toy(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """Export tensors in several shards, with one side file."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    side = directory.parent / "generation_config.json"
+    side = directory.parent.parent / "generation_config.json"
     side.write_text('{"eos_token_id": 1}')
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     plan = plan_export(specs, max_shard_bytes=36_000)
     assert len(plan.shards) > 2
     export_model(directory, plan, tensors.items(), config=CONFIG, side_files=[side])
-    side.unlink()
     return directory
 
 
