@@ -6,6 +6,7 @@ Every run is a forked process that runs the recipe's `main` and signals itself a
 the exit codes, what was printed, the seconds from the signal to the end, and whether metrics and weights are the same.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -24,12 +25,16 @@ import torch
 from lazytrain import checkpoint, durable, programs
 from lazytrain.lanes import Lanes
 from lazytrain.recipes import evaluation, metamathqa
+from lazytrain.recipes.default_model import write_default_model
+from lazytrain.recipes.rows import load_rows
+from lazytrain.recipes.sample import write_sample
 from lazytrain.shards import ModelDir
 
 SMALL = (
     "--device", "cpu", "--steps", "4", "--batch-size", "8", "--eval-limit", "6", "--eval-batch-size", "3",
-    "--max-new-tokens", "6", "--save-every", "2",
+    "--max-new-tokens", "6", "--save-every", "2", "--max-tokens", "96", "--prompt", "plain", "--no-eval-before",
 )  # fmt: skip
+NUM_ROWS = 80
 TIMES = ("step_s", "tokens_per_s")
 BOUND = re.compile(r"saved within about (\d+) s")
 
@@ -73,12 +78,15 @@ def place(phase: str) -> tuple[Any, str, Callable[..., bool], int]:
 
 @contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Send what this process prints to a file."""
+    """Send what this process prints to a file, and afterwards to where it went before."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    before = [os.dup(1), os.dup(2)]
     for target in (1, 2):
         os.dup2(fd, target)
     yield
     sys.stdout.flush()
+    for target, old in zip((1, 2), before):
+        os.dup2(old, target)
 
 
 def run(out: Path, arguments: tuple[str, ...], phase: str | None, number: signal.Signals) -> tuple[int, str, float]:
@@ -109,22 +117,44 @@ def content(out: Path) -> tuple[list[Any], str]:
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows], weights.hexdigest()
 
 
+def make_input(directory: Path) -> tuple[str, ...]:
+    """Write a small model and few rows; return the options that name them."""
+    paths = []
+    for path in write_sample(directory / "sample"):
+        paths.append(directory / path.name)
+        lines = path.read_text().splitlines(keepends=True)[:NUM_ROWS]
+        paths[-1].write_text("".join(lines))
+    write_default_model(directory / "base", load_rows(paths[0]).rows, seed=0)
+    return ("--model", str(directory / "base"), "--data", str(paths[0]), "--eval-data", str(paths[1]))
+
+
 def main(directory: Path, cases: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
+    # Rough times are enough: a plan changes no bit.
+    metamathqa.choose_plan = functools.partial(metamathqa.choose_plan, floor_s=0.001)
+    metamathqa.plan_from_file = functools.partial(metamathqa.plan_from_file, floor_s=0.001)
+    files = make_input(directory)
     straight = directory / "straight"
-    code, log, _ = run(straight, (), None, signal.SIGTERM)
+    # Here and not in a forked process: what it imports and loads, all the others find.
+    with output_to(directory / "warm.log"):
+        assert metamathqa.main([*SMALL, *files, "--out", str(directory / "warm")]) == 0
+    code, log, _ = run(straight, files, None, signal.SIGTERM)
     assert code == 0, log
     expected = content(straight)
-    plan = ("--plan", str(straight / "plan.json"))
+    plan = (*files, "--plan", str(straight / "plan.json"))
     result: dict[str, Any] = {}
     for case in cases:
         phase, name = case.split("=")
         out = directory / phase / name
         out.parent.mkdir(exist_ok=True)
-        arguments = () if phase == "planning" else plan
+        arguments = files if phase == "planning" else plan
         code, log, waited_s = run(out, arguments, phase, signal.Signals[name])
         steps = sorted(path.name for path in (out / "checkpoints").glob("step_*"))
-        again, second_log, _ = run(out, (*plan, "--resume", "auto"), None, signal.SIGTERM)
+        # Where nothing was saved, a second run is the straight one; it is only taken with both signals.
+        resumes = bool(steps) or "LAZYTRAIN_ALL_SIGNALS" in os.environ
+        again, second_log = -1, ""
+        if resumes:
+            again, second_log, _ = run(out, (*plan, "--resume", "auto"), None, signal.SIGTERM)
         bound = BOUND.search(log)
         result[case] = {
             "code": code,
@@ -132,6 +162,7 @@ def main(directory: Path, cases: list[str]) -> dict[str, Any]:
             "waited_s": waited_s,
             "bound_s": float(bound[1]) if bound else None,
             "steps": steps,
+            "ran_again": resumes,
             "resumed": "resumed at step" in second_log,
             "code_of_resume": again,
             "same": again == 0 and content(out) == expected,
