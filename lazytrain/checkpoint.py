@@ -85,7 +85,7 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Save a checkpoint; older ones are deleted after it is durable, so that `keep` remain.
+    """Save a checkpoint; older ones are deleted once it is durable and was read back, so that `keep` remain.
 
     Args:
         step: optimizer steps done; names the directory.
@@ -97,7 +97,8 @@ def save_checkpoint(
     Memory: the tensors of one file.
     Raises:
         CheckpointError: a full disk or a failed write. Nothing is left of the new checkpoint, the older ones and the
-            tensors are untouched: training may go on.
+            tensors are untouched: training may go on. Or the disk gives back other bytes than were written: then
+            nothing is deleted.
     """
     if keep < 1:
         raise ConfigError(f"The number of checkpoints to keep must be at least 1, not {keep}.")
@@ -179,7 +180,10 @@ def _step_directories(run_dir: Path) -> list[Path]:
 
 
 def _rotate(run_dir: Path, keep: int, newest: Path) -> None:
-    """Delete the oldest checkpoints, but only whole ones that hold nothing that we did not write."""
+    """Delete the oldest checkpoints, but only whole ones that hold nothing that we did not write.
+
+    Before the first is deleted, the newest is read from the disk: what it replaces may be the last good one.
+    """
     others = []
     for path in _step_directories(run_dir):
         try:
@@ -187,6 +191,13 @@ def _rotate(run_dir: Path, keep: int, newest: Path) -> None:
                 others.append(open_checkpoint(path))
         except CheckpointError:
             continue  # not provably ours; `find_checkpoints` names it
+    if others[keep - 1 :]:
+        problems = find_damage(newest, open_checkpoint(newest).files, from_disk=True)
+        if problems:
+            raise CheckpointError(
+                f"{newest} reads back damaged: {'; '.join(problems)}. The older checkpoints are kept. "
+                "Check the disk and the memory of this machine."
+            )
     for checkpoint in others[keep - 1 :]:
         foreign = {path.name for path in checkpoint.path.iterdir()} - {MANIFEST, *checkpoint.files}
         try:

@@ -3,6 +3,7 @@
 Data is read, not mapped: a bad sector gives an error that names file and tensor; under a mapping it kills the process.
 """
 
+import contextlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from lazytrain.durable import read_all
+from lazytrain.durable import drop_cached, read_all
 from lazytrain.errors import ModelFileError
 from lazytrain.paths import is_plain_name, resolve_inside
 from lazytrain.tensorfile import TensorFile
@@ -120,6 +121,8 @@ def _outline(directory: Path, name: str, record: FileRecord, follow_links: bool)
         return [Part(path, name, None, 0, size_bytes, record.header_crc32)], None
     try:
         file = TensorFile(path)
+    except OSError as error:
+        return [], f"{name} can't be read: {error}"
     except ModelFileError as error:
         return [], f"{name}: the header has changed: {error}"
     if file.tensors.keys() != record.tensor_crc32.keys():
@@ -133,13 +136,11 @@ def _outline(directory: Path, name: str, record: FileRecord, follow_links: bool)
 
 
 def _drop_cached(paths: Iterable[Path]) -> None:
-    """Ask the kernel to forget clean pages of files; a file system that can't is none the worse."""
+    """Ask the kernel to forget clean pages of files."""
     for path in paths:
-        try:
+        with contextlib.suppress(OSError):  # a hint; reading the file will say what is wrong with it
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            continue  # reading it will say why
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+            try:
+                drop_cached(fd, 0, 0)
+            finally:
+                os.close(fd)
