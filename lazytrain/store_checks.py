@@ -60,11 +60,14 @@ def find_damage(
             advance(record.size_bytes)
     if from_disk:
         _drop_cached({part.path for _, part in parts})
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+    try:
         for (index, part), problem in zip(parts, pool.map(check_part, (part for _, part in parts))):
             advance(part.num_bytes)
             if problem is not None:
                 problems.append(((index, part.start_bytes), problem))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a signal, only what is being read is read to its end
     return [text for _, text in sorted(problems)]
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,40 @@ class ChangedError(LazyTrainError):
 
     def __init__(self, start_bytes: int, end_bytes: int) -> None:
         super().__init__(f"bytes {start_bytes} to {end_bytes} are not what was written")
+
+
+class _Gate:
+    """Lets threads use a buffer and files until it closes, and closes only when all of them are out.
+
+    A signal may raise in the main thread at any line, even between the queueing of a piece and its future's return:
+    futures alone can't tell who is still at work.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._is_open = True
+
+    def wrap(self, do: Callable[..., int]) -> Callable[..., int]:
+        def inside(*args: Any) -> int:
+            with self._changed:
+                if not self._is_open:
+                    raise CancelledError
+                self._num_inside += 1
+            try:
+                return do(*args)
+            finally:
+                with self._changed:
+                    self._num_inside -= 1
+                    self._changed.notify_all()
+
+        return inside
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_open = False
+            while self._num_inside:
+                self._changed.wait()
 
 
 class DiskIO:
@@ -134,8 +168,13 @@ class DiskIO:
             if len(ranges) < 2:
                 results = [do(fds, start, end) for start, end in ranges]
             else:
-                futures = [self._pools[kind].submit(do, fds, start, end) for start, end in ranges]
-                wait(futures)  # all of them, also after an error: they use the caller's buffer
+                gate = _Gate()
+                try:
+                    job = gate.wrap(do)
+                    futures = [self._pools[kind].submit(job, fds, start, end) for start, end in ranges]
+                    wait(futures)  # all of them, also after an error of one
+                finally:
+                    gate.close()
                 results = [future.result() for future in futures]
             if sync:
                 os.fsync(fd)

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 
@@ -173,6 +174,31 @@ def test_an_error_of_one_thread_comes_after_all_have_let_go_of_the_buffer(
     with pytest.raises(OSError, match="failed"):
         io.write(path, data)
     assert sorted(running) == [i * PIECE for i in range(1, 8)]
+    io.close()
+
+
+def test_after_a_signal_no_thread_uses_buffer_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, io = new_file(tmp_path / "f"), DiskIO(Manner(False, 2))
+    started, ended, sent, real = [], [], threading.Event(), os.pwrite
+
+    def pwrite(fd: int, piece: memoryview, offset: int) -> int:
+        started.append(offset)
+        if len(started) == 2:
+            never.wait(0.2)  # by now the main thread waits (elsewhere a destructor could swallow the exception)
+            os.kill(os.getpid(), signal.SIGINT)
+            sent.set()
+        sent.wait(10)
+        never.wait(0.2)  # the time to do wrong
+        count = real(fd, piece, offset)  # fails if the file is closed by now
+        ended.append(offset)
+        return count
+
+    never = threading.Event()
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(KeyboardInterrupt):
+        io.write(path, random_bytes(40 * PIECE))
+    assert sorted(ended) == sorted(started)
+    assert 2 <= len(ended) < 40
     io.close()
 
 

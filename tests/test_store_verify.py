@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from store_runs import META, export_toy, flip_bit, make_run, make_step
 from test_trainer import PLANS
 
 from lazytrain import store_checks
-from lazytrain.checkpoint import save_checkpoint
+from lazytrain.checkpoint import open_checkpoint, save_checkpoint
 from lazytrain.errors import CheckpointError, ModelFileError
 from lazytrain.saving import resume_state
 from lazytrain.shards import open_model_dir
@@ -164,6 +165,25 @@ def test_a_disk_that_cannot_read_is_an_error_that_names_the_tensor(
     monkeypatch.setattr(store_checks, "read_all", fails)
     (problem,) = verify_directory(run_dir / "model").problems
     assert f"{path.name}: tensor {info.name!r} can't be read: Input/output error" in problem
+
+
+def test_a_signal_ends_a_verification_without_reading_the_rest(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(run_dir / "checkpoints/step_00000003")
+    read: list[str | None] = []
+    real = store_checks.check_part
+
+    def slow(part: store_checks.Part) -> str | None:
+        read.append(part.tensor)
+        time.sleep(0.01)
+        return real(part)
+
+    def interrupt(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_checks, "check_part", slow)
+    with pytest.raises(KeyboardInterrupt):
+        store_checks.find_damage(checkpoint.path, checkpoint.files, advance=interrupt)
+    assert 1 <= len(read) < 40 < sum(len(record.tensor_crc32) for record in checkpoint.files.values())
 
 
 def test_a_plan_made_after_the_checkpoint_is_no_damage(run_dir: Path) -> None:
