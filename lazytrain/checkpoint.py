@@ -7,12 +7,9 @@ named by file and tensor.
 """
 
 import json
-import os
 import re
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,10 @@ from lazytrain.durable import (
 )
 from lazytrain.errors import CheckpointError, ConfigError, ModelFileError
 from lazytrain.paths import is_plain_name
+from lazytrain.store_checks import find_damage
+from lazytrain.store_manifest import ManifestError, encode_manifest, is_count, read_manifest
 from lazytrain.tensorfile import TensorFile
-from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec, crc32_of, tensor_bytes
+from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "lazytrain-checkpoint", 1
@@ -37,7 +36,6 @@ FORMAT, VERSION = "lazytrain-checkpoint", 1
 Producer = Callable[[], Mapping[str, Tensor]]
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_MAX_MANIFEST_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +73,9 @@ class Checkpoint:
         Raises:
             CheckpointError: names every file and tensor that differs from what was saved.
         """
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            problems = [problem for found in pool.map(self._verify_file, self.files) for problem in found]
+        problems = find_damage(self.path, self.files)
         if problems:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}. Use an older checkpoint.")
-
-    def _verify_file(self, name: str) -> list[str]:
-        record = self.files[name]
-        try:
-            file = self.open_file(name)
-        except CheckpointError as error:
-            return [str(error)]
-        if file.tensors.keys() != record.tensor_crc32.keys():
-            return [f"{name}: it holds other tensors"]
-        if crc32_of(tensor_bytes(file.raw_header())) != record.header_crc32:
-            return [f"{name}: the header has changed"]
-        return [
-            f"{name}: tensor {tensor!r} has changed"
-            for tensor, expected in record.tensor_crc32.items()
-            if crc32_of(tensor_bytes(file.raw(tensor))) != expected
-        ]
 
 
 def save_checkpoint(
@@ -104,7 +85,7 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Save a checkpoint; older ones are deleted after it is durable, so that `keep` remain.
+    """Save a checkpoint; older ones are deleted once it is durable and was read back, so that `keep` remain.
 
     Args:
         step: optimizer steps done; names the directory.
@@ -116,7 +97,8 @@ def save_checkpoint(
     Memory: the tensors of one file.
     Raises:
         CheckpointError: a full disk or a failed write. Nothing is left of the new checkpoint, the older ones and the
-            tensors are untouched: training may go on.
+            tensors are untouched: training may go on. Or the disk gives back other bytes than were written: then
+            nothing is deleted.
     """
     if keep < 1:
         raise ConfigError(f"The number of checkpoints to keep must be at least 1, not {keep}.")
@@ -128,7 +110,7 @@ def save_checkpoint(
         remove_stale_directories(parent, ".step_")
         with stage_directory(target) as staged:
             records = {name: _write_tensors(staged, name, tensors) for name, tensors in files}
-            write_file(staged / MANIFEST, _encode_manifest(step, records, meta))
+            write_file(staged / MANIFEST, encode_manifest(FORMAT, VERSION, records, step=step, meta=meta))
     except OSError as error:
         raise CheckpointError(explain_os_error(error, f"Saving the checkpoint of step {step}", parent)) from error
     _rotate(run_dir, keep, newest=target)
@@ -164,25 +146,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is none, it is damaged, of another version, or lists a file outside the directory.
     """
-    manifest = path / MANIFEST
     try:
-        if not manifest.is_file() or manifest.is_symlink() or manifest.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path} has no {MANIFEST}: it was never completed.")
-        content = json.loads(manifest.read_bytes())
-        body = content["body"]
-        if content["crc32"] != zlib.crc32(_canonical(body)):
-            raise CheckpointError(f"{manifest} is damaged: its checksum differs. Use an older checkpoint.")
-        if (body["format"], body["version"]) != (FORMAT, VERSION):
-            raise CheckpointError(f"{manifest} has version {body['version']}; this program reads {VERSION}.")
-        files = {name: FileRecord(**record) for name, record in body["files"].items()}
-        step, meta = int(body["step"]), body["meta"]
-    except OSError as error:
-        raise CheckpointError(f"{manifest} can't be read: {error}.") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{manifest} is damaged ({error!r}). Use an older checkpoint.") from error
-    outside = [name for name in files if not is_plain_name(name)]
-    if outside:
-        raise CheckpointError(f"{manifest} lists {outside[0]!r}, which is no plain file name. Don't use it.")
+        body, files = read_manifest(path / MANIFEST, FORMAT, VERSION)
+    except ManifestError as error:
+        raise CheckpointError(f"{error} Use an older checkpoint.") from error
+    step: Any = body.get("step")
+    meta = body.get("meta")
+    if not is_count(step) or not isinstance(meta, dict):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: no step or no meta. Use an older checkpoint.")
+    strangers = [name for name in files if not name.endswith(".safetensors")]
+    if strangers:
+        raise CheckpointError(f"{path / MANIFEST} lists {strangers[0]!r}, which no checkpoint holds. Don't use it.")
     return Checkpoint(path=path, step=step, meta=meta, files=files)
 
 
@@ -197,16 +171,6 @@ def _write_tensors(directory: Path, name: str, tensors: Producer | Mapping[str, 
         return writer.finish()
 
 
-def _encode_manifest(step: int, records: Mapping[str, FileRecord], meta: Mapping[str, Any]) -> bytes:
-    files = {name: record._asdict() for name, record in records.items()}
-    body = {"format": FORMAT, "version": VERSION, "step": step, "meta": meta, "files": files}
-    return json.dumps({"crc32": zlib.crc32(_canonical(body)), "body": body}, indent=1).encode()
-
-
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-
-
 def _step_directories(run_dir: Path) -> list[Path]:
     """Return the directories named like checkpoints, highest step first."""
     parent = run_dir / "checkpoints"
@@ -216,7 +180,10 @@ def _step_directories(run_dir: Path) -> list[Path]:
 
 
 def _rotate(run_dir: Path, keep: int, newest: Path) -> None:
-    """Delete the oldest checkpoints, but only whole ones that hold nothing that we did not write."""
+    """Delete the oldest checkpoints, but only whole ones that hold nothing that we did not write.
+
+    Before the first is deleted, the newest is read from the disk: what it replaces may be the last good one.
+    """
     others = []
     for path in _step_directories(run_dir):
         try:
@@ -224,6 +191,13 @@ def _rotate(run_dir: Path, keep: int, newest: Path) -> None:
                 others.append(open_checkpoint(path))
         except CheckpointError:
             continue  # not provably ours; `find_checkpoints` names it
+    if others[keep - 1 :]:
+        problems = find_damage(newest, open_checkpoint(newest).files, from_disk=True)
+        if problems:
+            raise CheckpointError(
+                f"{newest} reads back damaged: {'; '.join(problems)}. The older checkpoints are kept. "
+                "Check the disk and the memory of this machine."
+            )
     for checkpoint in others[keep - 1 :]:
         foreign = {path.name for path in checkpoint.path.iterdir()} - {MANIFEST, *checkpoint.files}
         try:

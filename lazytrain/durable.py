@@ -17,6 +17,7 @@ from pathlib import Path
 
 # One write call moves at most 2,147,479,552 bytes; smaller pieces also let a signal in between.
 WRITE_PIECE_BYTES = 64 * 2**20
+STREAM_PIECE_BYTES = 8 * 2**20
 GIB = 2**30
 
 STAGED_MARK = ".lazytrain-tmp-"
@@ -50,6 +51,24 @@ def write_all(fd: int, data: memoryview, offset: int = 0) -> None:
             raise OSError(errno.EIO, "a write moved no bytes")
         data = data[num_written:]
         offset += num_written
+
+
+def stream_out(fd: int, data: memoryview, offset: int = 0) -> None:
+    """Write all of `data` at `offset`, piece by piece; the disk starts on each at once, and its page cache is dropped.
+
+    So the disk works while the next piece is copied (and checksums are taken), a sync at the end finds little left,
+    and a large file drives nothing else out of the page cache.
+    """
+    for start in range(0, len(data), STREAM_PIECE_BYTES):
+        piece = data[start : start + STREAM_PIECE_BYTES]
+        write_all(fd, piece, offset + start)
+        drop_cached(fd, offset + start, len(piece))
+
+
+def drop_cached(fd: int, offset: int, num_bytes: int) -> None:
+    """Start writing a range of a file out and drop what is clean of it from the page cache; only a hint."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def read_all(fd: int, out: memoryview, offset: int = 0) -> int:
@@ -108,6 +127,18 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_with_ancestors(path: Path) -> None:
+    """Make the names in a directory durable, and the directory's own, and those of all above it.
+
+    Whoever made a run directory made it without a sync: after a power loss a checkpoint in it would be safe and out of
+    reach. Directories above it that may not be read are taken to be old.
+    """
+    sync_directory(path)
+    for ancestor in path.absolute().parents:
+        with contextlib.suppress(PermissionError):
+            sync_directory(ancestor)
+
+
 def lock_directory(path: Path) -> int | None:
     """Take a directory's lock; return its file descriptor, or None where another process holds it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -151,7 +182,7 @@ def stage_directory(target: Path) -> Iterator[Path]:
         yield staged
         sync_directory(staged)
         publish(staged, target)
-        sync_directory(target.parent)
+        sync_with_ancestors(target.parent)
     finally:
         # After an exchange this name holds the old directory; after an error, the unfinished one.
         shutil.rmtree(staged, ignore_errors=True)

@@ -16,8 +16,9 @@ from torch import Tensor
 from lazytrain.durable import explain_os_error, stage_directory, write_file
 from lazytrain.errors import ModelFileError
 from lazytrain.shards import CONFIG, INDEX, SIDE_FILES, SINGLE
+from lazytrain.store_manifest import MODEL_CHECKSUMS, MODEL_FORMAT, MODEL_VERSION, encode_manifest
 from lazytrain.tensorfile import TensorFile
-from lazytrain.tensorwriter import TensorFileWriter, TensorSpec, build_header
+from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec, build_header
 
 MAX_SHARD_BYTES = 5 * 2**30
 # transformers wants "format"; "writer" is how a later export knows a directory of ours.
@@ -87,7 +88,7 @@ def export_model(
     base_dir: Path | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model directory that safetensors and transformers load: shards, index, config, side files.
+    """Write a model directory that safetensors and transformers load: shards, index, config, side files, checksums.
 
     Args:
         directory: where to; it appears, synced, only when complete.
@@ -104,22 +105,26 @@ def export_model(
         ModelFileError: see `check_target`; a full disk (found before the first tensor; an older export stays intact);
             a tensor that isn't the planned one.
     """
-    target = check_target(directory, base_dir)
     extra = dict(metadata or {})
     try:
+        target = check_target(directory, base_dir)
         with stage_directory(target) as staged:
-            _write_shards(staged, plan, tensors, {**extra, **METADATA})
+            records = _write_shards(staged, plan, tensors, {**extra, **METADATA})
+            others = {CONFIG: _to_json(with_dtype(config, plan))}
             if len(plan.shards) > 1:
                 index = {"metadata": {**extra, "total_size": plan.total_bytes}, "weight_map": plan.weight_map}
-                write_file(staged / INDEX, _to_json(index))
-            write_file(staged / CONFIG, _to_json(with_dtype(config, plan)))
+                others[INDEX] = _to_json(index)
             for path in side_files:
                 if path.name not in SIDE_FILES:
                     raise ModelFileError(f"{path} is no side file of a model ({', '.join(SIDE_FILES)}).")
-                write_file(staged / path.name, path.read_bytes())
+                others[path.name] = path.read_bytes()
+            for name, content in others.items():
+                write_file(staged / name, content)
+                records[name] = FileRecord.of_bytes(content)
+            write_file(staged / MODEL_CHECKSUMS, encode_manifest(MODEL_FORMAT, MODEL_VERSION, records))
     except OSError as error:
-        need = f"Writing the model ({plan.total_bytes / 2**30:.2f} GiB) to {target}"
-        raise ModelFileError(explain_os_error(error, need, target.parent)) from error
+        need = f"Writing the model ({plan.total_bytes / 2**30:.2f} GiB) to {directory}"
+        raise ModelFileError(explain_os_error(error, need, directory.parent)) from error
     return target
 
 
@@ -137,8 +142,8 @@ def with_dtype(config: Mapping[str, Any], plan: ExportPlan) -> dict[str, Any]:
 
 def _write_shards(
     staged: Path, plan: ExportPlan, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
-) -> None:
-    weight_map = plan.weight_map
+) -> dict[str, FileRecord]:
+    weight_map, records = plan.weight_map, {}
     with ExitStack() as stack:
         # All shards take their room now: a full disk is found before the first tensor is made.
         writers = {
@@ -151,10 +156,11 @@ def _write_shards(
             writer = writers[weight_map[name]]
             writer.write(name, tensor)
             if not writer.missing:
-                writer.finish()
+                records[weight_map[name]] = writer.finish()
         unfinished = [name for writer in writers.values() for name in writer.missing]
         if unfinished:
             raise ModelFileError(f"These tensors were planned and never came: {', '.join(unfinished[:20])}.")
+    return records
 
 
 def _is_replaceable(target: Path) -> bool:
@@ -163,7 +169,7 @@ def _is_replaceable(target: Path) -> bool:
         return False
     entries = list(target.iterdir())
     shards = [path for path in entries if path.name.endswith(".safetensors")]
-    known = {CONFIG, INDEX, *SIDE_FILES}
+    known = {CONFIG, INDEX, MODEL_CHECKSUMS, *SIDE_FILES}
     if any(path.is_symlink() or not path.is_file() for path in entries):
         return False
     if any(path.name not in known and path not in shards for path in entries):

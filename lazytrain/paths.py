@@ -4,10 +4,14 @@ from pathlib import Path
 
 from lazytrain.errors import ModelFileError
 
+MAX_NAME_BYTES = 255  # of every common file system; beyond it even asking for the file is an OSError
+
 
 def is_plain_name(name: str) -> bool:
     """Tell whether `name` names a file of one directory: no path parts, nothing that leaves the directory."""
-    return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0") and name.isprintable()
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or not name.isprintable():
+        return False
+    return len(name.encode()) <= MAX_NAME_BYTES
 
 
 def resolve_inside(directory: Path, name: str) -> Path:

@@ -12,7 +12,7 @@ so that it does not depend on where the plan keeps anything: a run resumes under
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ def save_state(state: TrainState, run_dir: Path, *, meta: Mapping[str, Any], kee
 
     files = [(_file_name(home), lambda home=home: tensors(home)) for home in homes]
     record = {"num_updates": state.num_updates, "seed": state.seed, "dtype": str(engine.dtype), "run": dict(meta)}
+    record["plan"] = engine.plan.to_dict()  # only for `lazytrain.store verify`: a run resumes under any plan
     return save_checkpoint(run_dir, state.step, files, record, keep=keep)
 
 
@@ -62,17 +63,16 @@ def resume_state(
     checkpoint = latest_valid(run_dir)
     if checkpoint is None:
         return None
-    saved = checkpoint.meta["run"]
+    saved = _read_meta(checkpoint)
     for name, value in meta.items():
-        if saved.get(name) != value:
+        if saved.run.get(name) != value:
             raise CheckpointError(
-                f"{checkpoint.path} was saved with {name} = {saved.get(name)!r}, this run has {value!r}. "
+                f"{checkpoint.path} was saved with {name} = {saved.run.get(name)!r}, this run has {value!r}. "
                 "Run with the same options, or start in another --out directory."
             )
-    if checkpoint.meta["dtype"] != str(step.dtype):
+    if saved.dtype != str(step.dtype):
         raise CheckpointError(
-            f"{checkpoint.path} holds {checkpoint.meta['dtype']} weights, this run works in {step.dtype}. "
-            "Give the same --dtype."
+            f"{checkpoint.path} holds {saved.dtype} weights, this run works in {step.dtype}. Give the same --dtype."
         )
 
     def fill(home: UnitHome, weights: Tensor, slab: Tensor) -> None:
@@ -81,10 +81,30 @@ def resume_state(
     return step.restore(
         fill,
         step=checkpoint.step,
-        num_updates=int(checkpoint.meta["num_updates"]),
-        seed=int(checkpoint.meta["seed"]),
+        num_updates=saved.num_updates,
+        seed=saved.seed,
         progress=progress,
     )
+
+
+class _SavedMeta(NamedTuple):
+    num_updates: int
+    seed: int
+    dtype: str
+    run: Mapping[str, Any]
+
+
+def _read_meta(checkpoint: Checkpoint) -> _SavedMeta:
+    """Return what `save_state` recorded; a stranger's manifest may hold anything there."""
+    values: dict[str, Any] = {name: checkpoint.meta.get(name) for name in _SavedMeta._fields}
+    kinds = {"num_updates": int, "seed": int, "dtype": str, "run": dict}
+    for name, kind in kinds.items():
+        if type(values[name]) is not kind or (kind is int and not -(2**63) <= values[name] < 2**63):
+            raise CheckpointError(
+                f"{checkpoint.path}: its manifest has {name} = {values[name]!r}, not a {kind.__name__}. "
+                "It is no training state of LazyTrain: use another checkpoint."
+            )
+    return _SavedMeta(**values)
 
 
 def plan_state_export(model: Model, model_dir: ModelDir, directory: Path, dtype: torch.dtype) -> ExportPlan:

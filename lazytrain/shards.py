@@ -15,6 +15,7 @@ from torch import Tensor
 from lazytrain.base import Model
 from lazytrain.errors import ModelFileError
 from lazytrain.paths import resolve_inside
+from lazytrain.store_models import ModelChecksums
 from lazytrain.tensorfile import TensorFile, TensorInfo
 
 CONFIG = "config.json"
@@ -61,6 +62,7 @@ class ModelDir:
         config, generation_config: the parsed JSON; `generation_config` is None where there is no such file.
         tensors: name -> file, element type, shape.
         side_files: tokenizer and generation files, to be copied on export.
+        checksums: of every file, where LazyTrain wrote the directory; tensors are compared as they are read.
     """
 
     path: Path
@@ -69,6 +71,7 @@ class ModelDir:
     tensors: Mapping[str, TensorInfo]
     side_files: tuple[Path, ...]
     files: Mapping[str, TensorFile]
+    checksums: ModelChecksums
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor: a view of the mapped shard, or a converted copy where `dtype` is another one."""
@@ -82,7 +85,9 @@ class ModelDir:
     def _file(self, name: str) -> TensorFile:
         if name not in self.tensors:
             raise ModelFileError(f"{self.path} has no tensor {name!r}.")
-        return self.files[self.tensors[name].shard]
+        shard = self.tensors[name].shard
+        self.checksums.check_tensor(shard, name, self.files[shard].raw(name))
+        return self.files[shard]
 
 
 def open_model_dir(path: Path | str) -> ModelDir:
@@ -99,17 +104,26 @@ def open_model_dir(path: Path | str) -> ModelDir:
             "a model of the hub must be downloaded first."
         )
     directory = directory.resolve()
+    checksums = ModelChecksums(directory)
+    checksums.check_texts((CONFIG, INDEX))
     config = _read_json(directory, CONFIG)
     _refuse_quantized(directory, config)
     weight_map = _read_weight_map(directory)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]
     files = _open_shards(directory, shards)
     tensors = _join_headers(directory, files, weight_map)
+    checksums.check_headers(files)
     sides = tuple(resolve_inside(directory, name) for name in SIDE_FILES if (directory / name).exists())
     has_generation = (directory / "generation_config.json").exists()
     generation = _read_json(directory, "generation_config.json") if has_generation else None
     return ModelDir(
-        path=directory, config=config, generation_config=generation, tensors=tensors, side_files=sides, files=files
+        path=directory,
+        config=config,
+        generation_config=generation,
+        tensors=tensors,
+        side_files=sides,
+        files=files,
+        checksums=checksums,
     )
 
 

@@ -2,6 +2,9 @@
 
 Files are slots that are used again once nobody reads or maps them, so that after `reserve` no write takes room from
 the disk any more: a full disk is found at the start. The store is scratch: nothing in it outlives the process.
+
+Large blobs move by several threads, past the page cache where a measurement at the start found that faster. What was
+written is compared with its checksums as it is read.
 """
 
 import os
@@ -12,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +25,16 @@ from lazytrain.durable import (
     make_locked_directory,
     map_private,
     preallocate,
-    read_all,
     remove_stale_directories,
-    write_all,
 )
 from lazytrain.errors import LazyTrainError, MemoryBudgetError
+from lazytrain.store_bench import choose_manner
+from lazytrain.store_io import ChangedError, DiskIO, Manner
 
 _STEM = "spill"
+DEFAULT_MANNER = Manner(direct=False, num_threads=4)
+# From this much reserved on, the second that measuring takes is worth it.
+MEASURE_FROM_BYTES = 2 * 2**30
 
 
 class SpillError(LazyTrainError):
@@ -43,6 +48,7 @@ class _Slot:
     path: Path
     capacity_bytes: int
     num_bytes: int = 0
+    checksums: tuple[int, ...] = ()
     num_users: int = 0
     is_current: bool = False
 
@@ -52,6 +58,8 @@ class SpillStore:
 
     A blob must not be read while its first version is being written. Left-overs of killed processes are removed.
 
+    Args:
+        manner: how to read and write; None = measured by `reserve` if it takes 2 GiB or more, else buffered.
     Attributes:
         path: the store's own directory.
         nvme_read_bytes, nvme_write_bytes: moved so far (mapped reads are not counted).
@@ -59,12 +67,14 @@ class SpillStore:
         MemoryBudgetError: the disk is full, or can't be written.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, manner: Manner | None = None) -> None:
         parent = Path(directory).expanduser()
         self._slots: dict[str, _Slot] = {}
         self._free: list[_Slot] = []
         self._num_slots = 0
         self._reserved_bytes = 0
+        self._is_chosen = manner is not None
+        self._io = DiskIO(manner or DEFAULT_MANNER)
         # Reentrant: the garbage collector may end a mapping while this thread holds it.
         self._lock = threading.RLock()
         self.nvme_read_bytes = 0
@@ -77,6 +87,11 @@ class SpillStore:
             raise MemoryBudgetError(explain_os_error(error, f"Making a spill directory in {parent}", parent)) from error
 
     @property
+    def manner(self) -> Manner:
+        """Return how files are read and written."""
+        return self._io.manner
+
+    @property
     def reserved_bytes(self) -> int:
         """Return the room that the store's files have on the disk."""
         with self._lock:
@@ -86,9 +101,18 @@ class SpillStore:
         """Take room for files of these sizes now.
 
         A blob that is rewritten needs one file more than its own while the write runs: reserve the sizes of all
-        blobs, and once more the largest for each thread that writes.
+        blobs, and once more the largest for each thread that writes. Call it before the first write: it may measure
+        the disk, in one of the new files.
         """
         slots = [self._make_slot(size) for size in sizes_bytes]
+        if not self._is_chosen and sum(slot.capacity_bytes for slot in slots) >= MEASURE_FROM_BYTES:
+            largest = max(slots, key=lambda slot: slot.capacity_bytes)
+            try:
+                manner = choose_manner(largest.path, largest.capacity_bytes)
+            except OSError as error:
+                raise MemoryBudgetError(explain_os_error(error, "Measuring the disk", self.path)) from error
+            self._io.close()
+            self._io, self._is_chosen = DiskIO(manner), True
         with self._lock:
             self._free += slots
 
@@ -101,19 +125,13 @@ class SpillStore:
         """
         slot = self._take_slot(data.numel())
         try:
-            fd = os.open(slot.path, os.O_RDWR)
-            try:
-                write_all(fd, _bytes_of(data))
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+            checksums = self._io.write(slot.path, data, sync=sync)
         except OSError as error:
             with self._lock:
                 self._free.append(slot)
             raise MemoryBudgetError(explain_os_error(error, f"Spilling {name!r}", self.path)) from error
         with self._lock:
-            slot.num_bytes, slot.is_current = data.numel(), True
+            slot.num_bytes, slot.checksums, slot.is_current = data.numel(), checksums, True
             old = self._slots.get(name)
             self._slots[name] = slot
             self.nvme_write_bytes += data.numel()
@@ -127,13 +145,13 @@ class SpillStore:
             if out.numel() != slot.num_bytes:
                 raise SpillError(f"{name!r} has {slot.num_bytes} bytes; the buffer has {out.numel()}.")
             try:
-                fd = os.open(slot.path, os.O_RDONLY)
-                try:
-                    num_read = read_all(fd, _bytes_of(out))
-                finally:
-                    os.close(fd)
+                num_read = self._io.read_into(slot.path, out, slot.checksums)
             except OSError as error:
                 raise SpillError(f"Reading {name!r} from {slot.path} failed: {error}. Check the disk.") from error
+            except ChangedError as error:
+                raise SpillError(
+                    f"{name!r} in {slot.path}: {error}. Check the disk and the memory, then resume from the checkpoint."
+                ) from error
             if num_read != slot.num_bytes:
                 raise SpillError(f"{slot.path} was cut to {num_read} of {slot.num_bytes} bytes by another program.")
         with self._lock:
@@ -173,6 +191,7 @@ class SpillStore:
         with self._lock:
             self._slots.clear()
             self._free.clear()
+        self._io.close()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._dir_lock is not None:
             os.close(self._dir_lock)
@@ -240,9 +259,3 @@ class SpillStore:
         with self._lock:
             self._reserved_bytes += num_bytes
         return _Slot(path=path, capacity_bytes=num_bytes)
-
-
-def _bytes_of(data: Tensor) -> memoryview:
-    assert (data.dtype, data.device.type, data.is_contiguous()) == (torch.uint8, "cpu", True)
-    array: Any = data.view(-1).numpy()
-    return memoryview(array)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, write_all
+from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, stream_out, write_all
 from lazytrain.errors import ModelFileError
 from lazytrain.tensorfile import DTYPES
 
@@ -36,11 +36,19 @@ class TensorSpec(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """What was written: size of the file, CRC-32 of all before the data section, CRC-32 of each tensor."""
+    """What was written: size of the file, CRC-32 of all before the data section, CRC-32 of each tensor.
+
+    A file that is no safetensors file has no data section: `header_crc32` is that of all its bytes.
+    """
 
     size_bytes: int
     header_crc32: int
     tensor_crc32: dict[str, int]
+
+    @classmethod
+    def of_bytes(cls, content: bytes) -> "FileRecord":
+        """Return the record of a file without tensors."""
+        return cls(len(content), zlib.crc32(content), {})
 
 
 def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -126,7 +134,7 @@ class TensorFileWriter:
             )
         data = tensor_bytes(tensor)
         checksum = self._checker.submit(crc32_of, data)
-        write_all(self._fd, data, self._starts[name])
+        stream_out(self._fd, data, self._starts[name])
         self._crc32[name] = checksum.result()
         del self._missing[name]
 

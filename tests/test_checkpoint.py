@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import zlib
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from checkpoint_files import assert_whole, latest_without_warning, make_files, s
 
 from lazytrain.checkpoint import find_checkpoints, latest_valid, open_checkpoint, save_checkpoint
 from lazytrain.errors import CheckpointError, ConfigError
+from lazytrain.store_manifest import canonical
 
 
 def test_checkpoint_comes_back_bit_equal(tmp_path):
@@ -128,11 +130,9 @@ def test_step_numbers_sort_by_value(tmp_path):
 
 
 def forge(path, change):
-    from lazytrain.checkpoint import _canonical, zlib
-
     content = json.loads((path / "manifest.json").read_text())
     change(content["body"])
-    content["crc32"] = zlib.crc32(_canonical(content["body"]))
+    content["crc32"] = zlib.crc32(canonical(content["body"]))
     (path / "manifest.json").write_text(json.dumps(content))
 
 
