@@ -3,7 +3,7 @@
     g' = coef * g                                        coef: the clip coefficient
     m  = beta1 * m + fl(1 - beta1) * g'
     v  = beta2 * v + fl(1 - beta2) * (g' * g'),          r = sqrt(v)
-    u  = m / (r / fl(sqrt(1 - beta2^t)) + eps)
+    u  = m / (r * fl(1 / sqrt(1 - beta2^t)) + eps)
     w  = w * fl(1 - lr * weight_decay) - fl(lr / (1 - beta1^t)) * u            torch.optim.AdamW's order
 
 Everything is fp32 with one rounding an operation; fl() marks scalars computed in double and rounded once. On CUDA a
@@ -39,7 +39,7 @@ def reference_step(
     m = m * s.beta1 + g * s.one_minus_beta1
     v = v * s.beta2 + (g * g) * s.one_minus_beta2
     r = codec.root(v)
-    u = m.div(r.div(torch.full_like(r, s.sqrt_bias2)) + s.eps)
+    u = m.div(r * s.inv_sqrt_bias2 + s.eps)
     return w * s.decay - u * s.step_size, m, v, r
 
 

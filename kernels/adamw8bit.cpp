@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int ABI_VERSION = 1;
+constexpr int ABI_VERSION = 2;
 constexpr int GROUP = 128;
 constexpr int PAD = 32;            // math runs on whole multiples of this many lanes
 constexpr int SQUARE_LANES = 1024;  // norm.py: lanes of a tile
@@ -31,7 +31,7 @@ enum Weights { WEIGHTS_FP32 = 0, WEIGHTS_32 = 1, WEIGHTS_24 = 2 };
 enum Floats { FP32 = 0, BF16 = 1 };
 
 struct Scalars {  // the same order as native.py's
-  float coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size;
+  float coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size;
   uint32_t dither;
 };
 
@@ -163,7 +163,7 @@ ALWAYS_INLINE Tops step_lanes(const Scalars& s, int lanes, const float* __restri
     const float m_new = s.beta1 * m[i] + s.one_minus_beta1 * grad;
     const float v_new = s.beta2 * v_old + s.one_minus_beta2 * (grad * grad);
     const float root = std::sqrt(v_new);
-    const float u = m_new / (root / s.sqrt_bias2 + s.eps);
+    const float u = m_new / (root * s.inv_sqrt_bias2 + s.eps);
     w[i] = w[i] * s.decay - s.step_size * u;
     m[i] = m_new;
     v_or_r[i] = ROOTS ? root : v_new;

@@ -64,21 +64,21 @@ def store_weights(w, dither, weights, lo, offset, mask, LO_BITS: tl.constexpr):
 
 @triton.jit
 def step_tile(
-    g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+    g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
 ):  # fmt: skip
     """Return (w, m, v, r) after one step."""
     g = g * coef
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
     r = tl.sqrt_rn(v)
-    u = tl.div_rn(m, tl.div_rn(r, tl.zeros_like(r) + sqrt_bias2) + eps)
+    u = tl.div_rn(m, r * inv_sqrt_bias2 + eps)
     return w * decay - u * step_size, m, v, r
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def adamw8bit_kernel(
     weights, lo, m_q, m_scale, v_q, v_scale, grads, num_groups, groups_per_row, cols,
-    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size, dither,
+    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size, dither,
     BLOCK_GROUPS: tl.constexpr, RAGGED: tl.constexpr, LO_BITS: tl.constexpr, GRADS_BF16: tl.constexpr,
 ):  # fmt: skip
     group, offset, mask = tile_of_groups(num_groups, groups_per_row, cols, BLOCK_GROUPS, RAGGED)
@@ -89,7 +89,7 @@ def adamw8bit_kernel(
     g = load_floats(grads, offset, mask, GRADS_BF16)
     w = load_weights(weights, lo, offset, mask, LO_BITS)
     w, m, _, r = step_tile(
-        g, w, m, r * r, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+        g, w, m, r * r, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
     )
     word = dither_of_group(dither, group)
     store_weights(w, word, weights, lo, offset, mask, LO_BITS)
@@ -103,7 +103,7 @@ def adamw8bit_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def adamw_kernel(
     weights, lo, m_io, v_io, grads, num_groups, groups_per_row, numel,
-    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size, dither,
+    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size, dither,
     BLOCK_GROUPS: tl.constexpr, RAGGED: tl.constexpr, LO_BITS: tl.constexpr, GRADS_BF16: tl.constexpr,
 ):  # fmt: skip
     group, offset, mask = tile_of_groups(num_groups, groups_per_row, numel, BLOCK_GROUPS, RAGGED)
@@ -111,7 +111,7 @@ def adamw_kernel(
     g = load_floats(grads, offset, mask, GRADS_BF16)
     w = load_weights(weights, lo, offset, mask, LO_BITS)
     w, m, v, _ = step_tile(
-        g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+        g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
     )
     store_weights(w, dither_of_group(dither, group), weights, lo, offset, mask, LO_BITS)
     tl.store(m_io + offset, m, mask=mask)

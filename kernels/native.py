@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("adamw8bit.cpp")
-ABI_VERSION = 1
+ABI_VERSION = 2
 # No contraction and no fast-math: bits must equal those of the reference. The others only let loops vectorise.
 BASE_FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared"),
@@ -65,7 +65,7 @@ class Scalars(ctypes.Structure):
         ("one_minus_beta1", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("one_minus_beta2", ctypes.c_float),
-        ("sqrt_bias2", ctypes.c_float),
+        ("inv_sqrt_bias2", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("decay", ctypes.c_float),
         ("step_size", ctypes.c_float),
