@@ -139,8 +139,8 @@ inline void encode(const float* __restrict__ m, const float* __restrict__ r, Top
   const float rho = static_cast<float>(static_cast<int32_t>(dither >> 8)) * (1.0f / 16777216.0f);
   alignas(64) int32_t q[GROUP], c[GROUP];
   for (int i = 0; i < lanes; ++i) {
-    const int32_t sign = static_cast<int32_t>(as_bits(m[i])) >> 31;
-    q[i] = (static_cast<int32_t>(std::sqrt(std::fabs(m[i]) * from_m) + 0.5f) ^ sign) - sign;
+    const float size = std::sqrt(std::fabs(m[i]) * from_m) + 0.5f;
+    q[i] = static_cast<int32_t>(as_float(as_bits(size) | (as_bits(m[i]) & 0x80000000u)));  // m's sign; int() cuts
     const int32_t code = static_cast<int32_t>(r[i] * from_r + rho);
     const int32_t least = r[i] > 0.0f ? 1 : 0;  // v > 0 never decodes to 0: m / eps would be thousands of steps
     const int32_t capped = code < 255 ? code : 255;
