@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lazytrain.kernels.norm import LANES, ROWS, count_tiles
 
-EXACT = {"enable_fp_fusion": False, "num_warps": 8}
+EXACT = {"enable_fp_fusion": False}
+NUM_WARPS = 4  # 8 lanes of a row for each thread: loads of 16 bytes
+UNROLL = 8  # rows whose loads are under way together
 
 
 @triton.jit
@@ -37,19 +39,27 @@ def fold_lanes(x):
 
 
 @triton.jit
-def square_tiles_kernel(x_in, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr):
+def square_tiles_kernel(
+    x_in, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, UNROLL: tl.constexpr
+):  # fmt: skip
     tile = tl.program_id(0)
     lane = tl.arange(0, LANES)
     first = tile.to(tl.int64) * (ROWS * LANES)
     sums = tl.zeros((LANES,), tl.float32)
-    for row in range(ROWS):
-        offset = first + row * LANES + lane
-        if BF16:
-            bits = tl.load(x_in + offset, mask=offset < numel, other=0).to(tl.int32) << 16
-            x = bits.to(tl.float32, bitcast=True)
-        else:
-            x = tl.load(x_in + offset, mask=offset < numel, other=0.0)
-        sums += x * x
+    if first + ROWS * LANES <= numel:  # without masks: loads are wide whatever numel is
+        for row in range(0, ROWS, UNROLL):
+            for i in tl.static_range(UNROLL):
+                x = tl.load(x_in + first + (row + i) * LANES + lane)
+                if BF16:
+                    x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+                sums += x * x
+    else:
+        for row in range(ROWS):
+            offset = first + row * LANES + lane
+            x = tl.load(x_in + offset, mask=offset < numel, other=0)
+            if BF16:
+                x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            sums += x * x
     tl.store(tiles + tile + tl.arange(0, 1), fold_lanes(sums.to(tl.float64)))
 
 
@@ -62,13 +72,18 @@ def square_total_kernel(tiles, num_tiles, out, LANES: tl.constexpr):
     tl.store(out + tl.arange(0, 1), fold_lanes(sums))
 
 
-def square_sum_triton_into(x: Tensor, out: Tensor) -> None:
-    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter."""
+def square_sum_triton_into(x: Tensor, out: Tensor, *, num_warps: int = NUM_WARPS, unroll: int = UNROLL) -> None:
+    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter.
+
+    num_warps and unroll (a divisor of 64) change the speed only.
+    """
     num_tiles = count_tiles(x.numel())
     tiles = torch.empty(num_tiles, dtype=torch.float64, device=x.device)
     is_bf16 = x.dtype == torch.bfloat16
     bits = x.view(torch.int16) if is_bf16 else x
     with torch.cuda.device_of(x):
         if num_tiles:
-            square_tiles_kernel[(num_tiles,)](bits, x.numel(), tiles, LANES=LANES, ROWS=ROWS, BF16=is_bf16, **EXACT)
-        square_total_kernel[(1,)](tiles, num_tiles, out, LANES=LANES, **EXACT)
+            square_tiles_kernel[(num_tiles,)](
+                bits, x.numel(), tiles, LANES=LANES, ROWS=ROWS, BF16=is_bf16, UNROLL=unroll, num_warps=num_warps, **EXACT
+            )  # fmt: skip
+        square_total_kernel[(1,)](tiles, num_tiles, out, LANES=LANES, num_warps=8, **EXACT)

@@ -27,7 +27,7 @@ INTS = dict.fromkeys(
 )
 TILES = dict(BLOCK_GROUPS=8, RAGGED=True)
 UPDATE = dict(**TILES, LO_BITS=8, GRADS_BF16=True)
-SUMS = dict(LANES=1024, ROWS=64, BF16=True)
+SUMS = dict(LANES=1024, ROWS=64, BF16=True, UNROLL=8)
 # The compiler makes an argument of 1 a constant, where it may specialise.
 CASES = [
     (adamw_triton.adamw8bit_kernel, UPDATE),
