@@ -65,6 +65,35 @@ def reference_square_sum(x: Tensor) -> Tensor:
     return reference_square_total(torch.cat(tiles) if tiles else torch.zeros(0, dtype=torch.float64))
 
 
+def square_total(squares: Tensor) -> Tensor:
+    """Return the total of partial sums of squares, such as one a tensor, in the order of the head of this file.
+
+    Args:
+        squares: fp64, 1-D, contiguous.
+
+    Returns:
+        fp64, 0-d, on its device; on CUDA the host does not wait.
+
+    Raises:
+        ValueError: another dtype or gaps.
+
+    Example:
+        >>> square_total(torch.tensor([9.0, 16.0], dtype=torch.float64))
+        tensor(25., dtype=torch.float64)
+    """
+    check_tensor("squares", squares, (torch.float64,), squares.numel(), squares.device)
+    out = squares.new_zeros(())
+    if squares.is_cuda:
+        from lazytrain.kernels.norm_triton import square_total_triton_into
+
+        square_total_triton_into(squares, out)
+        return out
+    library = native.load()
+    if library is None:
+        return reference_square_total(squares)
+    return out.fill_(library.lt_square_total(squares.data_ptr(), squares.numel()))
+
+
 def square_sum(x: Tensor) -> Tensor:
     """Return the sum of squares (formula: head of this file).
 

@@ -84,6 +84,13 @@ def square_sum_triton_into(x: Tensor, out: Tensor, *, num_warps: int = NUM_WARPS
     with torch.cuda.device_of(x):
         if num_tiles:
             square_tiles_kernel[(num_tiles,)](
-                bits, x.numel(), tiles, LANES=LANES, ROWS=ROWS, BF16=is_bf16, UNROLL=unroll, num_warps=num_warps, **EXACT
+                bits, x.numel(), tiles,
+                LANES=LANES, ROWS=ROWS, BF16=is_bf16, UNROLL=unroll, num_warps=num_warps, **EXACT,
             )  # fmt: skip
-        square_total_kernel[(1,)](tiles, num_tiles, out, LANES=LANES, num_warps=8, **EXACT)
+    square_total_triton_into(tiles, out)
+
+
+def square_total_triton_into(squares: Tensor, out: Tensor) -> None:
+    """Do `norm.square_total` with the Triton kernel, on CUDA tensors or in the interpreter."""
+    with torch.cuda.device_of(squares):
+        square_total_kernel[(1,)](squares, squares.numel(), out, LANES=LANES, num_warps=8, **EXACT)
