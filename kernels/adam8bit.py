@@ -211,6 +211,14 @@ class Adam8bit(torch.optim.Optimizer):
         return p.detach().float().clone() if lo is None else join_master(p.detach(), lo)
 
     @torch.no_grad()
+    def set_master(self, p: Tensor, value: Tensor) -> None:
+        """Give a parameter an fp32 value: rounded in p itself and, beside bf16, exact to master_bits with `lo`."""
+        if not self.state[p]:
+            (group,) = (group for group in self.param_groups if any(p is other for other in group["params"]))
+            self.state[p] = make_state(p, group, self._first_groups().get(p))
+        store_master_into(p, self.state[p], value)
+
+    @torch.no_grad()
     def load_torch_adamw(self, state_dict: Mapping[str, Any], masters: Iterable[Tensor] | None = None) -> None:
         """Go on from a run of torch.optim.AdamW: encode its fp32 moments, take over lr, betas, eps and weight_decay.
 

@@ -12,6 +12,7 @@ growth of the process's resident memory, as the system counts it, for each param
 """
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
@@ -54,7 +55,10 @@ def make_slabs(layout: UnitLayout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory, from the system."""
+    """Return this process's resident memory, from the system, after free heap pages went back to it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only; it keeps what temporaries left otherwise
+    if trim is not None:
+        trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
