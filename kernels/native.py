@@ -36,6 +36,8 @@ BASE_FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
 ]
+# GCC keeps to vectors of 32 bytes on Intel's servers; here 64 are a quarter faster, measured on Zen 4.
+NATIVE_FLAGS = [["-march=native", "-mprefer-vector-width=512"], ["-march=native"]]
 BUILD_TIMEOUT_S = 120
 TASK_GROUPS = 32768  # 4M elements: some milliseconds, so that the pool's cost vanishes
 MIN_TASK_GROUPS = 1024
@@ -213,11 +215,14 @@ def load() -> ctypes.CDLL | None:
 
 
 def _build_for_this_cpu() -> Path:
+    """Build with the most flags that the compiler knows."""
     folder = find_cache_folder()
-    try:
-        return build(SOURCE, ["-march=native"], folder)
-    except NativeBuildError:
-        return build(SOURCE, [], folder)  # a compiler that does not know -march=native
+    for flags in NATIVE_FLAGS:
+        try:
+            return build(SOURCE, flags, folder)
+        except NativeBuildError:
+            continue
+    return build(SOURCE, [], folder)
 
 
 def reset() -> None:

@@ -62,11 +62,11 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_memory(num_layers: int, master_bits: int) -> float:
+def measure_memory(num_layers: int, vocabulary: int, master_bits: int) -> float:
     """Print and return the bytes of resident memory that a parameter takes with its states."""
     hyper = adamw8bit(1e-4).settings.hyper(1e-4, 1)
     units = [make_layout(LAYER, master_bits)] * num_layers
-    units.append(make_layout({"embed": (VOCABULARY, HIDDEN), "norm": (HIDDEN,)}, master_bits))
+    units.append(make_layout({"embed": (vocabulary, HIDDEN), "norm": (HIDDEN,)}, master_bits))
     grads = torch.full((max(u.numel for u in units),), 1e-3, dtype=torch.bfloat16)
     warm_up = make_layout({"w": (64, 128), "b": (64,)}, master_bits)  # builds and loads the C++ operator
     update_unit_into(warm_up, *make_slabs(warm_up), grads[: warm_up.numel], coef=1.0, hyper=hyper)
@@ -85,7 +85,6 @@ def measure_memory(num_layers: int, master_bits: int) -> float:
 
 def measure_speed(elements: int, threads: int, rounds: int) -> dict[str, float]:
     """Print and return Gparam/s of each update, and for ours the ratio to torch's."""
-    os.environ.pop("LAZYTRAIN_THREADS", None)  # else it would win over the argument
     torch.set_num_threads(threads)
     rows = elements // 4096
     hyper = adamw8bit(1e-4).settings.hyper(1e-4, 3)
@@ -128,12 +127,14 @@ def main() -> None:
     speed.add_argument("--rounds", type=int, default=15)
     memory = commands.add_parser("memory")
     memory.add_argument("--layers", type=int, default=LAYERS)
+    memory.add_argument("--vocabulary", type=int, default=VOCABULARY)
     memory.add_argument("--master-bits", type=int, choices=(32, 24), default=32)
     options = parser.parse_args()
     if options.command == "speed":
+        os.environ.pop("LAZYTRAIN_THREADS", None)  # else it would win over --threads
         measure_speed(options.elements, options.threads, options.rounds)
     else:
-        measure_memory(options.layers, options.master_bits)
+        measure_memory(options.layers, options.vocabulary, options.master_bits)
 
 
 if __name__ == "__main__":

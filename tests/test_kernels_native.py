@@ -99,6 +99,25 @@ def test_failed_build_says_why(source: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("unknown", ["-mprefer-*", "-m*"])
+def test_compiler_that_knows_fewer_flags_builds_without_them(
+    fresh: pytest.MonkeyPatch, source: Path, tmp_path: Path, unknown: str
+) -> None:
+    wrapper, log = tmp_path / "compiler", tmp_path / "log"
+    wrapper.write_text(
+        f'#!/bin/sh\nfor a in "$@"; do case $a in {unknown}) echo "error: unknown $a" >&2; exit 1;; esac; done\n'
+        f'echo "$@" >> {log}\nexec {native.find_compiler()[0]} -O1 "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    fresh.setenv("CXX", str(wrapper))
+    fresh.setenv("LAZYTRAIN_CACHE", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.load() is not None
+    assert ("-march=native" in log.read_text()) == (unknown == "-mprefer-*")
+
+
 def test_foreign_library_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(native.NativeBuildError, match="does not load"):
         native.open_library(native.build(source, [], tmp_path))
