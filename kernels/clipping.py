@@ -1,6 +1,6 @@
 """Clipping by the global norm without a pass over the gradients of its own and without a host synchronisation.
 
-    norm = sqrt(sum of the squares of all gradients)                    fp64; each square sum in norm.py's fixed order
+    norm = sqrt(sum of the squares of all gradients)         fp64; tiles of all tensors in a row, norm.py's fixed order
     coef = min(1, max_norm / (norm + 1e-6)), NaN where norm is not finite       in fp64, rounded once to fp32
 
 `coef` stays on the device and is an argument of the update kernels (adamw.py): gradients are read once for the norm and
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lazytrain.kernels.norm import square_sum_into, square_total
+from lazytrain.kernels.norm import count_tiles, square_tiles_into, square_total
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -70,8 +70,9 @@ def clip_coefficient(parameters: Iterable[Tensor], max_norm: float) -> Clip:
     if sparse := [g for g in grads.values() if g.layout != torch.strided]:
         raise ValueError(f"a gradient is {sparse[0].layout}: make it dense (for example nn.Embedding(sparse=False))")
     device = next(iter(grads.values())).device if grads else torch.device("cpu")
-    squares = torch.zeros(len(grads), dtype=torch.float64, device=device)
-    for slot, grad in zip(squares, grads.values()):
-        square_sum_into(grad.contiguous(), slot)
-    norm = square_total(squares).sqrt()
+    counts = [count_tiles(g.numel()) for g in grads.values()]
+    tiles = torch.empty(sum(counts), dtype=torch.float64, device=device)
+    for part, grad in zip(tiles.split(counts), grads.values()):
+        square_tiles_into(grad.contiguous(), part)
+    norm = square_total(tiles).sqrt()
     return Clip(norm, coefficient_of(norm, max_norm))

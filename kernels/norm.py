@@ -15,8 +15,6 @@ Example:
     tensor(25., dtype=torch.float64)
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -82,16 +80,20 @@ def square_total(squares: Tensor) -> Tensor:
         tensor(25., dtype=torch.float64)
     """
     check_tensor("squares", squares, (torch.float64,), squares.numel(), squares.device)
-    out = squares.new_zeros(())
+    out = squares.new_empty(())
+    _total_into(squares, out)
+    return out
+
+
+def _total_into(squares: Tensor, out: Tensor) -> None:
     if squares.is_cuda:
         from lazytrain.kernels.norm_triton import square_total_triton_into
 
         square_total_triton_into(squares, out)
-        return out
-    library = native.load()
-    if library is None:
-        return reference_square_total(squares)
-    return out.fill_(library.lt_square_total(squares.data_ptr(), squares.numel()))
+    elif (library := native.load()) is None:
+        out.copy_(reference_square_total(squares).view_as(out))
+    else:
+        out.fill_(library.lt_square_total(squares.data_ptr(), squares.numel()))
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -128,22 +130,41 @@ def square_sum_into(x: Tensor, out: Tensor) -> None:
         >>> slots
         tensor([0., 5.], dtype=torch.float64)
     """
-    check_tensor("x", x, (torch.bfloat16, torch.float32), x.numel(), x.device)
     check_tensor("out", out, (torch.float64,), 1, x.device)
-    if x.is_cuda:
-        from lazytrain.kernels.norm_triton import square_sum_triton_into
+    tiles = torch.empty(count_tiles(x.numel()), dtype=torch.float64, device=x.device)
+    square_tiles_into(x, tiles)
+    _total_into(tiles, out)
 
-        square_sum_triton_into(x, out)
+
+def square_tiles_into(x: Tensor, tiles: Tensor) -> None:
+    """Write the sum of squares of each tile of x into `tiles`, fp64, `count_tiles(x.numel())` elements.
+
+    Args and Raises as for `square_sum`. Tiles of several tensors may follow each other in one larger tensor, for
+    `square_total` to add up.
+
+    Example:
+        >>> tiles = torch.zeros(1, dtype=torch.float64)
+        >>> square_tiles_into(torch.ones(5), tiles)
+        >>> tiles
+        tensor([5.], dtype=torch.float64)
+    """
+    num_tiles = count_tiles(x.numel())
+    check_tensor("x", x, (torch.bfloat16, torch.float32), x.numel(), x.device)
+    check_tensor("tiles", tiles, (torch.float64,), num_tiles, x.device)
+    if x.is_cuda:
+        from lazytrain.kernels.norm_triton import square_tiles_triton_into
+
+        square_tiles_triton_into(x, tiles)
         return
     library = native.load()
     if library is None:
-        out.copy_(reference_square_sum(x).view_as(out))
+        step = 16  # bounds the working memory
+        for first in range(0, num_tiles, step):
+            tiles[first : first + step] = reference_square_tiles(x.view(-1)[first * TILE : (first + step) * TILE])
         return
-    num_tiles, kind = count_tiles(x.numel()), int(x.dtype == torch.bfloat16)
-    tiles = (ctypes.c_double * num_tiles)()
+    kind, pointers = int(x.dtype == torch.bfloat16), (x.data_ptr(), tiles.data_ptr())
 
     def run(begin: int, end: int) -> None:
-        library.lt_square_tiles(kind, x.data_ptr(), x.numel(), begin, end, tiles)
+        library.lt_square_tiles(kind, pointers[0], x.numel(), begin, end, pointers[1])
 
     native.run_ranges(num_tiles, run, min_items=16)
-    out.fill_(library.lt_square_total(tiles, num_tiles))

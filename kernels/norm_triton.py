@@ -72,25 +72,28 @@ def square_total_kernel(tiles, num_tiles, out, LANES: tl.constexpr):
     tl.store(out + tl.arange(0, 1), fold_lanes(sums))
 
 
-def square_sum_triton_into(x: Tensor, out: Tensor, *, num_warps: int = NUM_WARPS, unroll: int = UNROLL) -> None:
-    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter.
+def square_tiles_triton_into(x: Tensor, tiles: Tensor, *, num_warps: int = NUM_WARPS, unroll: int = UNROLL) -> None:
+    """Do `norm.square_tiles_into` with the Triton kernel, on CUDA tensors or in the interpreter.
 
     num_warps and unroll (a divisor of 64) change the speed only.
     """
-    num_tiles = count_tiles(x.numel())
-    tiles = torch.empty(num_tiles, dtype=torch.float64, device=x.device)
     is_bf16 = x.dtype == torch.bfloat16
-    bits = x.view(torch.int16) if is_bf16 else x
-    with torch.cuda.device_of(x):
-        if num_tiles:
+    if num_tiles := count_tiles(x.numel()):
+        with torch.cuda.device_of(x):
             square_tiles_kernel[(num_tiles,)](
-                bits, x.numel(), tiles,
+                x.view(torch.int16) if is_bf16 else x, x.numel(), tiles,
                 LANES=LANES, ROWS=ROWS, BF16=is_bf16, UNROLL=unroll, num_warps=num_warps, **EXACT,
             )  # fmt: skip
-    square_total_triton_into(tiles, out)
 
 
 def square_total_triton_into(squares: Tensor, out: Tensor) -> None:
     """Do `norm.square_total` with the Triton kernel, on CUDA tensors or in the interpreter."""
     with torch.cuda.device_of(squares):
         square_total_kernel[(1,)](squares, squares.numel(), out, LANES=LANES, num_warps=8, **EXACT)
+
+
+def square_sum_triton_into(x: Tensor, out: Tensor, *, num_warps: int = NUM_WARPS, unroll: int = UNROLL) -> None:
+    """Do `norm.square_sum_into` with the Triton kernels, on CUDA tensors or in the interpreter."""
+    tiles = torch.empty(count_tiles(x.numel()), dtype=torch.float64, device=x.device)
+    square_tiles_triton_into(x, tiles, num_warps=num_warps, unroll=unroll)
+    square_total_triton_into(tiles, out)

@@ -107,7 +107,7 @@ def test_compiler_that_knows_fewer_flags_builds_without_them(
     wrapper, log = tmp_path / "compiler", tmp_path / "log"
     wrapper.write_text(
         f'#!/bin/sh\nfor a in "$@"; do case $a in {unknown}) echo "error: unknown $a" >&2; exit 1;; esac; done\n'
-        f'echo "$@" >> {log}\nexec {native.find_compiler()[0]} -O1 "$@"\n'
+        f'echo "$@" >> {log}\nexec {native.find_compiler()[0]} "$@" -O1\n'
     )
     wrapper.chmod(0o755)
     fresh.setenv("CXX", str(wrapper))
