@@ -232,6 +232,29 @@ def test_master_is_what_the_optimizer_updates() -> None:
     assert (optimizer.read_master(p) - 0.999).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("master_bits", [32, 24])
+def test_masters_can_be_set_before_the_first_step(master_bits: int) -> None:
+    """bf16 parameters that start from fp32 values take the path of fp32 parameters."""
+    values = {name: p.detach() for name, p in make_params(torch.float32).items()}
+    params, plain = make_params(torch.bfloat16), make_params(torch.float32)
+    ours = Adam8bit(params.values(), **OPTIONS, master_bits=master_bits)
+    theirs = Adam8bit(plain.values(), **OPTIONS)
+    for name, p in params.items():
+        ours.set_master(p, values[name])
+        bound = 0.0 if master_bits == 32 else 2**-16
+        assert ((ours.read_master(p) - values[name]).abs() <= bound * values[name].abs()).all()
+    for step in range(4):
+        grads = set_grads(params, step)
+        for name, p in plain.items():
+            p.grad = grads[name].float()
+        ours.step(), theirs.step()
+    for name, p in params.items():
+        if master_bits == 32:
+            assert torch.equal(ours.read_master(p), plain[name].detach())
+        else:
+            torch.testing.assert_close(ours.read_master(p), plain[name].detach(), rtol=2**-13, atol=1e-4)
+
+
 def test_mistakes_are_named() -> None:
     w = nn.Parameter(torch.zeros(64, 64))
     for options, words in [
