@@ -5,7 +5,8 @@
 
 `speed` updates one large tensor (out of cache) with 8-bit states on CPU threads, in turn with torch's fused fp32 AdamW
 on as many parameters, and prints Gparam/s and the ratio: the median over rounds of neighbours in time, so that other
-programs on the machine slow both.
+programs on the machine slow both. The same for each second that a core really worked on it, which other programs change
+less still.
 
 `memory` fills weights and states of Llama-3.2-1B's shapes (1.24B parameters), updates all of them once, and prints the
 growth of the process's resident memory, as the system counts it, for each parameter. It takes 7.6 GiB.
@@ -101,12 +102,14 @@ def measure_speed(elements: int, threads: int, rounds: int) -> dict[str, float]:
             update_unit_into, layout, weights, state, half, coef=0.5, hyper=hyper
         )
     rates: dict[str, list[float]] = {name: [] for name in runs}
+    per_cpu_s: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 1):
         for name, run in runs.items():
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             run()
             if i:  # the first round builds, touches pages and starts threads
                 rates[name].append(rows * 4096 / (time.perf_counter() - begin) * 1e-9)
+                per_cpu_s[name].append(rows * 4096 / (time.process_time() - cpu_begin) * 1e-9)
     theirs, *ours = rates
     found = {}
     print(f"{rows * 4096 / 1e6:.0f}M parameters, {threads} threads, {rounds} rounds, torch {torch.__version__}")
@@ -114,7 +117,12 @@ def measure_speed(elements: int, threads: int, rounds: int) -> dict[str, float]:
         ratio = statistics.median(a / b for a, b in zip(rates[name], rates[theirs]))
         found[name] = ratio
         best, middle = max(rates[name]), statistics.median(rates[name])
-        print(f"{name:32s} median {middle:6.2f} Gparam/s  best {best:6.2f}  {ratio:5.2f}x torch's fused AdamW")
+        per_core = statistics.median(per_cpu_s[name])
+        of_theirs = per_core / statistics.median(per_cpu_s[theirs])
+        print(
+            f"{name:31s} median {middle:6.2f} best {best:6.2f} Gparam/s, {ratio:5.2f}x torch's; a core's second: "
+            f"{per_core:5.2f} Gparam, {of_theirs:5.2f}x"
+        )
     return found
 
 
