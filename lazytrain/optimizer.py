@@ -162,7 +162,7 @@ def init_unit_into(layout: UnitLayout, tensors: Callable[[str], Tensor], weights
 
 
 def update_unit_into(
-    layout: UnitLayout, weights: Tensor, state: Tensor, grads: Tensor, *, coef: float, hyper: AdamWHyper
+    layout: UnitLayout, weights: Tensor, state: Tensor, grads: Tensor, *, coef: float | Tensor, hyper: AdamWHyper
 ) -> None:
     """Apply one AdamW update to a unit's slabs in place; all on one device.
 
@@ -170,6 +170,7 @@ def update_unit_into(
         weights: `layout.numel` working weights.
         state: `layout.state_bytes` bytes.
         grads: `layout.numel` gradients, bf16 or fp32; they are read as `coef * grads`.
+        coef: a number, or a tensor as clipping.py gives it.
     """
     parts = layout.state_views(state)
     for segment in layout.segments:

@@ -5,7 +5,7 @@
 
 `finetune`: a trained model on math problems (without --model the embedded ones, whose weights are random): final
 training loss, held-out loss, exact match. `scratch`: a model of 34M parameters from random weights, beta2 = 0.999, on
-generated problems that never repeat, loss over all tokens.
+40,000 generated problems (about three epochs), loss over all tokens.
 
     torch           torch.optim.AdamW, fused: fp32 master and states, bf16 weights for the computation
     8bit, 8bit-24   Adam8bit on bf16 parameters: 8-bit states, master of 32 or 24 bits
@@ -42,7 +42,8 @@ from lazytrain.transformer import random_params, transformer_model
 SCRATCH_SHARE = 0.005  # how far a loss from scratch may be from torch's
 SCRATCH = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SCRATCH_TOKENS, SCRATCH_BATCH, SCRATCH_HELD_OUT = 128, 64, 2048
+SCRATCH_TOKENS, SCRATCH_BATCH, SCRATCH_HELD_OUT = 128, 64, 240
+SCRATCH_ROWS = 40_000  # more, or more held-out ones, and the generator runs out of fresh problems
 
 
 def finetune_task(options: argparse.Namespace, seed: int) -> Task:
@@ -73,9 +74,9 @@ def names_of(model: Model) -> list[str]:
 
 
 def scratch_task(options: argparse.Namespace, seed: int) -> Task:
-    """Make a model with random weights and problems that are seen once; every token is a target."""
+    """Make a model with random weights and generated problems; every token is a target."""
     batch_size, held_out = (8, 32) if options.tiny else (SCRATCH_BATCH, SCRATCH_HELD_OUT)
-    made = make_sample(seed, num_train=options.steps * batch_size, num_held_out=held_out)
+    made = make_sample(seed, num_train=min(SCRATCH_ROWS, options.steps * batch_size), num_held_out=held_out)
     train_rows, held_out_rows = ([Row(**r) for r in rows] for rows in made)
     tokenizer = make_tokenizer((text for row in train_rows for text in (row.query, row.response)), 1024)
     end, pad = (int(tokenizer.token_to_id(token) or 0) for token in (END_TOKEN, PAD_TOKEN))
