@@ -3,12 +3,14 @@
     g' = coef * g                                        coef: the clip coefficient
     m  = beta1 * m + fl(1 - beta1) * g'
     v  = beta2 * v + fl(1 - beta2) * (g' * g'),          r = sqrt(v)
-    u  = m / (r / fl(sqrt(1 - beta2^t)) + eps)
+    u  = m / (r * fl(1 / sqrt(1 - beta2^t)) + eps)
     w  = w * fl(1 - lr * weight_decay) - fl(lr / (1 - beta1^t)) * u            torch.optim.AdamW's order
 
 Everything is fp32 with one rounding an operation; fl() marks scalars computed in double and rounded once. On CUDA a
 Triton kernel runs, on the CPU the C++ operator or, without a compiler, the reference: all give the same bits.
-Gradients, coef and states must be finite: the caller skips a step whose norm is not.
+Gradients and states must be finite: the caller skips a step whose norm is not. A coef that is a tensor (fp32, one
+element, on the weights' device; clipping.py makes it) is read where it lies, without host synchronisation on CUDA, and
+a NaN in it skips the step: nothing is written.
 
 State of one parameter: bf16 weight 2 bytes, lo 2 (32-bit master) or 1 (24-bit), m 1, v 1, scales 8 / 128.
 
@@ -19,7 +21,7 @@ Example:
     tensor([0.9000, 0.9000, 0.9000, 0.9000])
 """
 
-import ctypes
+import math
 from collections.abc import Iterator
 
 import torch
@@ -39,7 +41,7 @@ def reference_step(
     m = m * s.beta1 + g * s.one_minus_beta1
     v = v * s.beta2 + (g * g) * s.one_minus_beta2
     r = codec.root(v)
-    u = m.div(r.div(torch.full_like(r, s.sqrt_bias2)) + s.eps)
+    u = m.div(r * s.inv_sqrt_bias2 + s.eps)
     return w * s.decay - u * s.step_size, m, v, r
 
 
@@ -126,6 +128,16 @@ def _check_weights(weights: Tensor, lo: Tensor | None, grads: Tensor, numel: int
     check_tensor("grads", grads, (torch.bfloat16, torch.float32), numel, weights.device)
 
 
+def _check_coef(coef: float | Tensor, device: torch.device) -> float | Tensor | None:
+    """Return what the kernels take: a number, a tensor on CUDA, or None where the step is skipped."""
+    if not isinstance(coef, Tensor):
+        return coef
+    check_tensor("coef", coef, (torch.float32,), 1, device)
+    if coef.is_cuda:
+        return coef
+    return None if math.isnan(coef.item()) else coef.item()
+
+
 def _kinds(lo: Tensor | None, grads: Tensor) -> tuple[int, int]:
     """Return the C++ operator's codes of the types of weights and grads."""
     return 0 if lo is None else 1 if lo.dtype == torch.int16 else 2, int(grads.dtype == torch.bfloat16)
@@ -147,7 +159,7 @@ def adamw8bit_update_into(
     rows: int,
     cols: int,
     first_group: int,
-    coef: float,
+    coef: float | Tensor,
     hyper: AdamWHyper,
 ) -> None:
     """Do one AdamW step with 8-bit moments in place, in one pass (formulas: head of this file, codec.py, master.py).
@@ -160,7 +172,7 @@ def adamw8bit_update_into(
         m_q: int8, rows * cols. v_q: uint8, rows * cols. m_scale, v_scale: fp32, rows * ceil(cols / 128).
         grads: bf16 or fp32, rows * cols; read only. rows, cols: groups of 128 don't cross rows.
         first_group: index k of the first group, for the dither: the same for every placement of the tensor.
-        coef: factor of the grads (clipping). hyper: with step t >= 1.
+        coef: factor of the grads (clipping), a number or a tensor (head of this file). hyper: with step t >= 1.
 
     Memory: none beside the arguments (fallback without compiler: about 60 MiB).
 
@@ -180,14 +192,18 @@ def adamw8bit_update_into(
     check_tensor("v_q", v_q, (torch.uint8,), numel, weights.device)
     check_tensor("m_scale", m_scale, (torch.float32,), num_groups, weights.device)
     check_tensor("v_scale", v_scale, (torch.float32,), num_groups, weights.device)
+    factor = _check_coef(coef, weights.device)
+    if factor is None:
+        return
     if weights.is_cuda:
         from lazytrain.kernels.adamw_triton import adamw8bit_update_triton_into
 
         adamw8bit_update_triton_into(
             weights, lo, m_q, m_scale, v_q, v_scale, grads,
-            rows=rows, cols=cols, first_group=first_group, coef=coef, hyper=hyper,
+            rows=rows, cols=cols, first_group=first_group, coef=factor, hyper=hyper,
         )  # fmt: skip
         return
+    assert isinstance(factor, float | int)
     library = native.load()
     if library is None:
         for at, piece_rows, piece_cols, group in _pieces(rows, cols):
@@ -196,20 +212,18 @@ def adamw8bit_update_into(
             reference_adamw8bit_update_into(
                 weights.view(-1)[part], None if lo is None else lo.view(-1)[part],
                 m_q.view(-1)[part], m_scale[scales], v_q.view(-1)[part], v_scale[scales], grads.view(-1)[part],
-                rows=piece_rows, cols=piece_cols, first_group=first_group + group, coef=coef, hyper=hyper,
+                rows=piece_rows, cols=piece_cols, first_group=first_group + group, coef=factor, hyper=hyper,
             )  # fmt: skip
         return
-    scalars = native.Scalars(*derive_scalars(hyper, coef, first_group))
+    scalars = native.Scalars(*derive_scalars(hyper, factor, first_group))
     pointers = [_pointer(x) for x in (weights, lo, m_q, m_scale, v_q, v_scale, grads)]
 
-    def run(begin: int, end: int) -> None:
-        library.lt_adamw8bit(*_kinds(lo, grads), *pointers, cols, begin, end, ctypes.byref(scalars))
-
-    native.run_ranges(num_groups, run)
+    call = native.make_call(native.ADAMW8BIT, pointers, cols, kinds=_kinds(lo, grads), scalars=scalars)
+    native.run_ranges(library, call, num_groups)
 
 
 def adamw_update_into(
-    weights: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grads: Tensor, *, coef: float, hyper: AdamWHyper
+    weights: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grads: Tensor, *, coef: float | Tensor, hyper: AdamWHyper
 ) -> None:
     """Do one AdamW step with fp32 moments in place, in one pass (formulas: head of this file).
 
@@ -230,24 +244,26 @@ def adamw_update_into(
     _check_weights(weights, lo, grads, numel)
     check_tensor("m", m, (torch.float32,), numel, weights.device)
     check_tensor("v", v, (torch.float32,), numel, weights.device)
+    factor = _check_coef(coef, weights.device)
+    if factor is None:
+        return
     if weights.is_cuda:
         from lazytrain.kernels.adamw_triton import adamw_update_triton_into
 
-        adamw_update_triton_into(weights, lo, m, v, grads, coef=coef, hyper=hyper)
+        adamw_update_triton_into(weights, lo, m, v, grads, coef=factor, hyper=hyper)
         return
+    assert isinstance(factor, float | int)
     library = native.load()
     if library is None:
         for at in range(0, numel, CHUNK):
             part = slice(at, at + CHUNK)
             _reference_adamw(
                 weights.view(-1)[part], None if lo is None else lo.view(-1)[part],
-                m.view(-1)[part], v.view(-1)[part], grads.view(-1)[part], derive_scalars(hyper, coef, at // GROUP),
+                m.view(-1)[part], v.view(-1)[part], grads.view(-1)[part], derive_scalars(hyper, factor, at // GROUP),
             )  # fmt: skip
         return
-    scalars = native.Scalars(*derive_scalars(hyper, coef))
+    scalars = native.Scalars(*derive_scalars(hyper, factor))
     pointers = [_pointer(x) for x in (weights, lo, m, v, grads)]
 
-    def run(begin: int, end: int) -> None:
-        library.lt_adamw(*_kinds(lo, grads), *pointers, numel, begin, end, ctypes.byref(scalars))
-
-    native.run_ranges(count_groups(1, numel), run)
+    call = native.make_call(native.ADAMW, pointers, numel, kinds=_kinds(lo, grads), scalars=scalars)
+    native.run_ranges(library, call, count_groups(1, numel))

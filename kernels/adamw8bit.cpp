@@ -3,13 +3,15 @@
 // No intrinsics: every inner loop is written so that a compiler vectorises it (one element type at a time, integer
 // maxima instead of float ones, runs padded to a multiple of 32 lanes). Formulas: codec.py, adamw.py, norm.py.
 // Build without contraction of multiply-adds and without fast-math (native.py): then all paths give the same bits.
-// All pointers may be aligned to their element only. No function keeps state, so any number of threads may call them
-// on disjoint ranges.
+// All pointers may be aligned to their element only. No function but the last keeps state, so any number of threads may
+// call them on disjoint ranges; lt_run_ranges does so with threads of its own.
 
 #include <stdint.h>
 
 #include <cmath>
 #include <cstring>
+
+#include "worker_pool.h"
 
 // GCC and Clang spell it alike; a loop of literal length 128 needs the call inlined.
 #define ALWAYS_INLINE __attribute__((always_inline)) inline
@@ -17,7 +19,7 @@
 
 namespace {
 
-constexpr int ABI_VERSION = 2;
+constexpr int ABI_VERSION = 3;
 constexpr int GROUP = 128;
 constexpr int PAD = 32;            // math runs on whole multiples of this many lanes
 constexpr int SQUARE_LANES = 1024;  // norm.py: lanes of a tile
@@ -32,7 +34,7 @@ enum Weights { WEIGHTS_FP32 = 0, WEIGHTS_32 = 1, WEIGHTS_24 = 2 };
 enum Floats { FP32 = 0, BF16 = 1 };
 
 struct Scalars {  // the same order as native.py's
-  float coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size;
+  float coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size;
   uint32_t dither;
 };
 
@@ -140,8 +142,8 @@ inline void encode(const float* __restrict__ m, const float* __restrict__ r, Top
   const float rho = static_cast<float>(static_cast<int32_t>(dither >> 8)) * (1.0f / 16777216.0f);
   alignas(64) int32_t q[GROUP], c[GROUP];
   for (int i = 0; i < lanes; ++i) {
-    const int32_t sign = static_cast<int32_t>(as_bits(m[i])) >> 31;
-    q[i] = (static_cast<int32_t>(std::sqrt(std::fabs(m[i]) * from_m) + 0.5f) ^ sign) - sign;
+    const float size = std::sqrt(std::fabs(m[i]) * from_m) + 0.5f;
+    q[i] = static_cast<int32_t>(as_float(as_bits(size) | (as_bits(m[i]) & 0x80000000u)));  // m's sign; int() cuts
     const int32_t code = static_cast<int32_t>(r[i] * from_r + rho);
     const int32_t least = r[i] > 0.0f ? 1 : 0;  // v > 0 never decodes to 0: m / eps would be thousands of steps
     const int32_t capped = code < 255 ? code : 255;
@@ -164,7 +166,7 @@ ALWAYS_INLINE Tops step_lanes(const Scalars& s, int lanes, const float* __restri
     const float m_new = s.beta1 * m[i] + s.one_minus_beta1 * grad;
     const float v_new = s.beta2 * v_old + s.one_minus_beta2 * (grad * grad);
     const float root = std::sqrt(v_new);
-    const float u = m_new / (root / s.sqrt_bias2 + s.eps);
+    const float u = m_new / (root * s.inv_sqrt_bias2 + s.eps);
     w[i] = w[i] * s.decay - s.step_size * u;
     m[i] = m_new;
     v_or_r[i] = ROOTS ? root : v_new;
@@ -308,6 +310,46 @@ void lt_square_slabs(int kind, const void* x, int64_t numel, int64_t begin, int6
       for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] += sums[j];
     }
   }
+}
+
+// One operator over a range: which one, its element types, its tensors in the order of its function above, and the rest.
+struct Call {
+  int32_t op, weights_kind, grads_kind;
+  uint32_t dither;
+  void* tensors[7];
+  int64_t cols;  // or numel
+  const Scalars* scalars;
+};
+
+enum Op { ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_SLABS };
+
+static void run_range(const Call& c, int64_t begin, int64_t end) {
+  void* const* t = c.tensors;
+  switch (c.op) {
+    case ADAMW8BIT:
+      return lt_adamw8bit(c.weights_kind, c.grads_kind, t[0], t[1], static_cast<int8_t*>(t[2]), static_cast<float*>(t[3]),
+                          static_cast<uint8_t*>(t[4]), static_cast<float*>(t[5]), t[6], c.cols, begin, end, c.scalars);
+    case ADAMW:
+      return lt_adamw(c.weights_kind, c.grads_kind, t[0], t[1], static_cast<float*>(t[2]), static_cast<float*>(t[3]), t[4],
+                      c.cols, begin, end, c.scalars);
+    case QUANTIZE:
+      return lt_quantize(static_cast<float*>(t[0]), static_cast<float*>(t[1]), static_cast<int8_t*>(t[2]),
+                         static_cast<float*>(t[3]), static_cast<uint8_t*>(t[4]), static_cast<float*>(t[5]), c.cols, begin,
+                         end, c.dither);
+    case DEQUANTIZE:
+      return lt_dequantize(static_cast<int8_t*>(t[0]), static_cast<float*>(t[1]), static_cast<uint8_t*>(t[2]),
+                           static_cast<float*>(t[3]), static_cast<float*>(t[4]), static_cast<float*>(t[5]), c.cols, begin,
+                           end);
+    case SQUARE_SLABS:
+      return lt_square_slabs(c.grads_kind, t[0], c.cols, begin, end, static_cast<double*>(t[1]));
+  }
+}
+
+// The call over [0, items) in pieces of `size`: on the caller's thread, or on so many of the pool's.
+void lt_run_ranges(const Call* call, int64_t items, int64_t size, int threads, int niceness) {
+  if (threads <= 1 || items <= size) return run_range(*call, 0, items);
+  WorkerPool::instance().run(items, size, threads, niceness,
+                             [call](int64_t begin, int64_t end) { run_range(*call, begin, end); });
 }
 
 double lt_square_total(const double* slabs, int64_t num_slabs) {

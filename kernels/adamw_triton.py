@@ -1,7 +1,14 @@
 """Triton kernels of AdamW's fused step, with 8-bit or fp32 moments; formulas and reference: adamw.py.
 
-12 to 14 bytes move for a parameter, so memory bounds them. See codec_triton.py for how bits are kept.
+12 to 14 bytes move for a parameter and about 110 instructions run for it, so memory and arithmetic both bound them on a
+large GPU; eight elements a thread (BLOCK_GROUPS * 128 / (32 * num_warps)) make every load 8 or 16 bytes wide and keep
+one layout from load to store. See codec_triton.py for how bits are kept.
+
+A coefficient on the device is read by the kernel, so that clipping needs no host synchronisation; where it is NaN (the
+norm was not finite), nothing is written.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +27,21 @@ from lazytrain.kernels.codec_triton import (
     encode_tile,
     tile_of_groups,
 )
-from lazytrain.kernels.hyper import AdamWHyper, AdamWScalars, derive_scalars
+from lazytrain.kernels.hyper import AdamWHyper, derive_scalars
+
+
+class Tile(NamedTuple):
+    """What one program takes: groups of 128 elements, warps, and a cap on registers (None: the compiler's choice).
+
+    Changes the speed only.
+    """
+
+    block_groups: int = BLOCK_GROUPS
+    num_warps: int = EXACT["num_warps"]
+    max_registers: int | None = None
+
+
+DEFAULT_TILE = Tile()
 
 
 @triton.jit
@@ -64,23 +85,27 @@ def store_weights(w, dither, weights, lo, offset, mask, LO_BITS: tl.constexpr):
 
 @triton.jit
 def step_tile(
-    g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+    g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
 ):  # fmt: skip
     """Return (w, m, v, r) after one step."""
     g = g * coef
     m = m * beta1 + g * one_minus_beta1
     v = v * beta2 + (g * g) * one_minus_beta2
     r = tl.sqrt_rn(v)
-    u = tl.div_rn(m, tl.div_rn(r, tl.zeros_like(r) + sqrt_bias2) + eps)
+    u = tl.div_rn(m, r * inv_sqrt_bias2 + eps)
     return w * decay - u * step_size, m, v, r
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def adamw8bit_kernel(
-    weights, lo, m_q, m_scale, v_q, v_scale, grads, num_groups, groups_per_row, cols,
-    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size, dither,
+    weights, lo, m_q, m_scale, v_q, v_scale, grads, coef_in, num_groups, groups_per_row, cols,
+    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size, dither,
     BLOCK_GROUPS: tl.constexpr, RAGGED: tl.constexpr, LO_BITS: tl.constexpr, GRADS_BF16: tl.constexpr,
+    COEF_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
+    if COEF_ON_DEVICE:
+        coef = tl.load(coef_in)
+        num_groups = tl.where(coef == coef, num_groups, 0)
     group, offset, mask = tile_of_groups(num_groups, groups_per_row, cols, BLOCK_GROUPS, RAGGED)
     s_m = tl.load(m_scale + group, mask=group < num_groups, other=0.0)
     s_v = tl.load(v_scale + group, mask=group < num_groups, other=0.0)
@@ -89,7 +114,7 @@ def adamw8bit_kernel(
     g = load_floats(grads, offset, mask, GRADS_BF16)
     w = load_weights(weights, lo, offset, mask, LO_BITS)
     w, m, _, r = step_tile(
-        g, w, m, r * r, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+        g, w, m, r * r, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
     )
     word = dither_of_group(dither, group)
     store_weights(w, word, weights, lo, offset, mask, LO_BITS)
@@ -102,16 +127,20 @@ def adamw8bit_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def adamw_kernel(
-    weights, lo, m_io, v_io, grads, num_groups, groups_per_row, numel,
-    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size, dither,
+    weights, lo, m_io, v_io, grads, coef_in, num_groups, groups_per_row, numel,
+    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size, dither,
     BLOCK_GROUPS: tl.constexpr, RAGGED: tl.constexpr, LO_BITS: tl.constexpr, GRADS_BF16: tl.constexpr,
+    COEF_ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
+    if COEF_ON_DEVICE:
+        coef = tl.load(coef_in)
+        num_groups = tl.where(coef == coef, num_groups, 0)
     group, offset, mask = tile_of_groups(num_groups, groups_per_row, numel, BLOCK_GROUPS, RAGGED)
     m, v = tl.load(m_io + offset, mask=mask, other=0.0), tl.load(v_io + offset, mask=mask, other=0.0)
     g = load_floats(grads, offset, mask, GRADS_BF16)
     w = load_weights(weights, lo, offset, mask, LO_BITS)
     w, m, v, _ = step_tile(
-        g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, decay, step_size
+        g, w, m, v, coef, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, decay, step_size
     )
     store_weights(w, dither_of_group(dither, group), weights, lo, offset, mask, LO_BITS)
     tl.store(m_io + offset, m, mask=mask)
@@ -123,17 +152,27 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
-def _arguments(num_groups: int, cols: int, s: AdamWScalars) -> tuple[float | int, ...]:
-    return (num_groups, *describe_layout(cols)[:2], *s[:-1], as_int32(s.dither))
+def _scalars(num_groups: int, cols: int, hyper: AdamWHyper, coef: float | Tensor, first_group: int) -> list[float]:
+    """Return the kernels' arguments from num_groups on; a coefficient on the device makes `coef` unread."""
+    s = derive_scalars(hyper, 1.0 if isinstance(coef, Tensor) else coef, first_group)
+    return [num_groups, *describe_layout(cols)[:2], *s[:-1], as_int32(s.dither)]
 
 
-def _variant(cols: int, lo: Tensor | None, grads: Tensor) -> dict[str, int | bool]:
+def _or(x: Tensor | float | None, unread: Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else unread
+
+
+def _variant(cols: int, lo: Tensor | None, grads: Tensor, coef: float | Tensor, tile: Tile) -> dict[str, object]:
+    options: dict[str, object] = {**EXACT, "num_warps": tile.num_warps}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
     return {
-        "BLOCK_GROUPS": BLOCK_GROUPS,
+        "BLOCK_GROUPS": tile.block_groups,
         "RAGGED": describe_layout(cols)[2],
         "LO_BITS": 0 if lo is None else lo.element_size() * 8,
         "GRADS_BF16": grads.dtype == torch.bfloat16,
-        **EXACT,
+        "COEF_ON_DEVICE": isinstance(coef, Tensor),
+        **options,
     }
 
 
@@ -149,28 +188,37 @@ def adamw8bit_update_triton_into(
     rows: int,
     cols: int,
     first_group: int,
-    coef: float,
+    coef: float | Tensor,
     hyper: AdamWHyper,
+    tile: Tile = DEFAULT_TILE,
 ) -> None:
     """Do `adamw.adamw8bit_update_into` with the Triton kernel, on CUDA tensors or in the interpreter."""
-    scalars, num_groups = derive_scalars(hyper, coef, first_group), count_groups(rows, cols)
+    num_groups = count_groups(rows, cols)
     if num_groups:
         with torch.cuda.device_of(weights):
-            adamw8bit_kernel[(triton.cdiv(num_groups, BLOCK_GROUPS),)](
-                _bits(weights), weights if lo is None else lo, m_q, m_scale, v_q, v_scale, _bits(grads),
-                *_arguments(num_groups, cols, scalars), **_variant(cols, lo, grads),
+            adamw8bit_kernel[(triton.cdiv(num_groups, tile.block_groups),)](
+                _bits(weights), _or(lo, m_q), m_q, m_scale, v_q, v_scale, _bits(grads), _or(coef, m_scale),
+                *_scalars(num_groups, cols, hyper, coef, first_group), **_variant(cols, lo, grads, coef, tile),
             )  # fmt: skip
 
 
 def adamw_update_triton_into(
-    weights: Tensor, lo: Tensor | None, m: Tensor, v: Tensor, grads: Tensor, *, coef: float, hyper: AdamWHyper
+    weights: Tensor,
+    lo: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    grads: Tensor,
+    *,
+    coef: float | Tensor,
+    hyper: AdamWHyper,
+    tile: Tile = DEFAULT_TILE,
 ) -> None:
     """Do `adamw.adamw_update_into` with the Triton kernel, on CUDA tensors or in the interpreter."""
-    scalars, numel = derive_scalars(hyper, coef), weights.numel()
+    numel = weights.numel()
     num_groups = count_groups(1, numel)
     if num_groups:
         with torch.cuda.device_of(weights):
-            adamw_kernel[(triton.cdiv(num_groups, BLOCK_GROUPS),)](
-                _bits(weights), weights if lo is None else lo, m, v, _bits(grads),
-                *_arguments(num_groups, numel, scalars), **_variant(numel, lo, grads),
+            adamw_kernel[(triton.cdiv(num_groups, tile.block_groups),)](
+                _bits(weights), _or(lo, m), m, v, _bits(grads), _or(coef, m),
+                *_scalars(num_groups, numel, hyper, coef, 0), **_variant(numel, lo, grads, coef, tile),
             )  # fmt: skip

@@ -177,10 +177,8 @@ def quantize_moments(m: Tensor, v: Tensor, *, step: int, first_group: int = 0) -
     dither = derive_dither(step, first_group)
     pointers = [x.data_ptr() for x in (m, v, *codes)]
 
-    def run(begin: int, end: int) -> None:
-        library.lt_quantize(*pointers, m.shape[1], begin, end, dither)
-
-    native.run_ranges(codes.m_scale.numel(), run)
+    call = native.make_call(native.QUANTIZE, pointers, m.shape[1], dither=dither)
+    native.run_ranges(library, call, codes.m_scale.numel())
     return codes
 
 
@@ -226,8 +224,5 @@ def dequantize_moments(m_q: Tensor, m_scale: Tensor, v_q: Tensor, v_scale: Tenso
     v = torch.empty_like(m)
     pointers = [x.data_ptr() for x in (m_q, m_scale, v_q, v_scale, m, v)]
 
-    def run(begin: int, end: int) -> None:
-        library.lt_dequantize(*pointers, m.shape[1], begin, end)
-
-    native.run_ranges(num_groups, run)
+    native.run_ranges(library, native.make_call(native.DEQUANTIZE, pointers, m.shape[1]), num_groups)
     return m, v

@@ -55,8 +55,8 @@ def dither_of_group(dither, group):
 @triton.jit
 def decode_tile(m_q, m_scale, v_q, v_scale):
     """Codes (g, 128) and scales (g, 1) -> m and r = sqrt(v)."""
-    q = m_q.to(tl.int32)
-    m = (q * tl.abs(q)).to(tl.float32) * (m_scale * (1.0 / 16129.0))
+    q = m_q.to(tl.float32)  # its square is exact
+    m = (q * tl.abs(q)) * (m_scale * (1.0 / 16129.0))
     r = v_q.to(tl.int32).to(tl.float32) * (v_scale * (1.0 / 255.0))
     return m, r
 
@@ -69,10 +69,12 @@ def encode_tile(m, r, dither):
     m_factor = tl.div_rn(tl.full(m_scale.shape, 16129.0, tl.float32), m_scale)
     v_factor = tl.div_rn(tl.full(v_scale.shape, 255.0, tl.float32), v_scale)
     rho = (dither >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
-    size = (tl.sqrt_rn(tl.abs(m) * m_factor) + 0.5).to(tl.int32)
-    q = tl.where(m < 0.0, -size, size)
-    c = tl.minimum((r * v_factor + rho).to(tl.int32), 255)
-    c = tl.where(r > 0.0, tl.maximum(c, 1), c)
+    size = (tl.sqrt_rn(tl.abs(m) * m_factor) + 0.5).to(tl.int32, bitcast=True)
+    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+    q = (size | sign).to(tl.float32, bitcast=True).to(tl.int32)
+    c = (r * v_factor + rho).to(tl.int32)
+    least = tl.minimum(r.to(tl.int32, bitcast=True), 1)  # bits of a positive float are positive
+    c = tl.minimum(tl.maximum(c, least), 255)
     return q, m_scale, c, v_scale
 
 

@@ -31,7 +31,7 @@ class AdamWScalars(NamedTuple):
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
-    sqrt_bias2: float
+    inv_sqrt_bias2: float
     eps: float
     decay: float
     step_size: float
@@ -62,7 +62,7 @@ def derive_scalars(hyper: AdamWHyper, coef: float, first_group: int = 0) -> Adam
         1.0 - hyper.beta1,
         hyper.beta2,
         1.0 - hyper.beta2,
-        math.sqrt(1.0 - hyper.beta2**hyper.step),
+        1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step),
         hyper.eps,
         1.0 - hyper.lr * hyper.weight_decay,
         hyper.lr / (1.0 - hyper.beta1**hyper.step),

@@ -52,14 +52,54 @@ def reference_square_slab(x: Tensor) -> Tensor:
     return lanes_l
 
 
+def _fold(lanes_l: Tensor) -> Tensor:
+    while lanes_l.shape[-1] > 1:
+        lanes_l = lanes_l[0::2] + lanes_l[1::2]
+    return lanes_l[0]
+
+
+def reference_square_total(squares: Tensor) -> Tensor:
+    """Do `square_total` with plain torch operations."""
+    lanes_l = squares.new_zeros(LANES)
+    for row_l in pad(squares, (0, -squares.numel() % LANES)).view(-1, LANES):
+        lanes_l += row_l
+    return _fold(lanes_l)
+
+
 def reference_square_sum(x: Tensor) -> Tensor:
     """Do `square_sum` with plain torch operations: the truth that the kernels must meet bit by bit."""
     lanes_l = torch.zeros(LANES, dtype=torch.float64, device=x.device)
     for piece in x.reshape(-1).split(SLAB) if x.numel() else ():
         lanes_l += reference_square_slab(piece)
-    while lanes_l.shape[-1] > 1:
-        lanes_l = lanes_l[0::2] + lanes_l[1::2]
-    return lanes_l[0]
+    return _fold(lanes_l)
+
+
+def square_total(squares: Tensor) -> Tensor:
+    """Return the total of sums of squares, such as one a tensor: lane j sums every 1024th from j on, then fold.
+
+    Args:
+        squares: fp64, 1-D, contiguous.
+
+    Returns:
+        fp64, 0-d, on its device; on CUDA the host does not wait.
+
+    Raises:
+        ValueError: another dtype or gaps.
+
+    Example:
+        >>> square_total(torch.tensor([9.0, 16.0], dtype=torch.float64))
+        tensor(25., dtype=torch.float64)
+    """
+    check_tensor("squares", squares, (torch.float64,), squares.numel(), squares.device)
+    rows = pad(squares, (0, -squares.numel() % LANES))
+    if rows.is_cuda:
+        from lazytrain.kernels.norm_triton import square_total_triton
+
+        return square_total_triton(rows)
+    library = native.load()
+    if library is None:
+        return reference_square_total(squares)
+    return squares.new_tensor(library.lt_square_total(rows.data_ptr(), rows.numel() // LANES))
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -110,10 +150,9 @@ def square_sum_into(x: Tensor, out: Tensor) -> None:
     num_slabs, kind = count_slabs(x.numel()), int(x.dtype == torch.bfloat16)
     slabs = (ctypes.c_double * (num_slabs * LANES))()
 
-    def run(begin: int, end: int) -> None:
-        library.lt_square_slabs(kind, x.data_ptr(), x.numel(), begin, end, slabs)
-
-    native.run_ranges(num_slabs, run, min_items=1)
+    tensors = (x.data_ptr(), ctypes.addressof(slabs))
+    call = native.make_call(native.SQUARE_SLABS, tensors, x.numel(), kinds=(0, kind))
+    native.run_ranges(library, call, num_slabs, min_items=1)
     out.fill_(library.lt_square_total(slabs, num_slabs))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lazytrain.kernels.norm import LANES, ROWS, SLAB_TILES, TILE, count_slabs
 
 EXACT = {"enable_fp_fusion": False}
+NUM_WARPS = 4  # 8 lanes of a row for each thread: loads of 16 bytes
 NONE, BF16, FP32 = 0, 1, 2  # what a pointer of the kernel leads to
 SLAB_LANES = 128  # lanes that one program sums over the tiles of a slab
 
@@ -143,7 +144,9 @@ def square_total_kernel(slabs, num_slabs, out, LANES: tl.constexpr):
     tl.store(out + tl.arange(0, 1), fold_lanes(sums))
 
 
-def sum_triton_into(out: Tensor | None, x: Tensor, y: Tensor | None, square: Tensor | None) -> None:
+def sum_triton_into(
+    out: Tensor | None, x: Tensor, y: Tensor | None, square: Tensor | None, *, num_warps: int = NUM_WARPS
+) -> None:
     """Write x + y into `out` and its sum of squares into `square`, on CUDA tensors or in the interpreter.
 
     Args:
@@ -157,7 +160,7 @@ def sum_triton_into(out: Tensor | None, x: Tensor, y: Tensor | None, square: Ten
             sum_tiles_kernel[(num_tiles,)](
                 _bits(x), _bits(x if y is None else y), _bits(x if out is None else out), x.numel(), tiles,
                 LANES=LANES, ROWS=ROWS, X=_kind(x), Y=_kind(y), OUT=_kind(out), SQUARE=square is not None,
-                num_warps=4, **EXACT,
+                num_warps=num_warps, **EXACT,
             )  # fmt: skip
         if square is None:
             return
@@ -167,6 +170,14 @@ def sum_triton_into(out: Tensor | None, x: Tensor, y: Tensor | None, square: Ten
                 tiles, num_tiles, slabs, LANES=LANES, SLAB_TILES=SLAB_TILES, SLAB_LANES=SLAB_LANES, num_warps=4, **EXACT
             )
         square_total_kernel[(1,)](slabs, num_slabs, square, LANES=LANES, num_warps=8, **EXACT)
+
+
+def square_total_triton(rows: Tensor) -> Tensor:
+    """Do `norm.square_total` on whole rows of 1024, on a CUDA tensor or in the interpreter."""
+    out = rows.new_empty(())
+    with torch.cuda.device_of(rows):
+        square_total_kernel[(1,)](rows, rows.numel() // LANES, out, LANES=LANES, num_warps=8, **EXACT)
+    return out
 
 
 def _bits(x: Tensor) -> Tensor:

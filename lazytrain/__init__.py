@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Adam8bit": "kernels.adam8bit",
     "Model": "base",
     "Unit": "base",
     "ParamSpec": "base",

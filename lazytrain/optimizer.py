@@ -11,7 +11,7 @@ Order and defaults are those of torch.optim.AdamW.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch import Tensor
 from lazytrain.base import Params, ParamSpec
 from lazytrain.errors import ConfigError
 from lazytrain.kernels.adamw import AdamWHyper, adamw8bit_update_into, adamw_update_into
+from lazytrain.kernels.codec import count_groups, dequantize_moments, quantize_moments
 from lazytrain.kernels.master import join_master, split_master
-from lazytrain.layout import UnitLayout, make_layout
+from lazytrain.kernels.torch_adamw import Moments, make_state_dict, read_moments
+from lazytrain.layout import TensorPlace, UnitLayout, make_layout, rows_and_cols
 from lazytrain.schedules import Schedule, constant
 
 
@@ -40,24 +42,13 @@ class AdamWSettings:
 
     def layout(self, params: Mapping[str, ParamSpec], dtype: torch.dtype) -> UnitLayout:
         """Return how a unit's tensors and states lie in their slabs under these settings."""
-        return make_layout(
-            params,
-            dtype,
-            state_bits=self.state_bits,
-            master_bits=self.master_bits,
-            fp32_patterns=self.fp32_patterns,
-        )
+        bits, master_bits = self.state_bits, self.master_bits
+        return make_layout(params, dtype, state_bits=bits, master_bits=master_bits, fp32_patterns=self.fp32_patterns)
 
     def hyper(self, lr: float, t: int) -> AdamWHyper:
         """Return the scalars of update number `t` (the first is 1)."""
-        return AdamWHyper(
-            lr=lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            step=t,
-        )
+        beta1, beta2 = self.betas
+        return AdamWHyper(lr, beta1, beta2, self.eps, self.weight_decay, step=t)
 
     def clip_coef(self, grad_norm: float) -> float:
         """Return min(1, max_grad_norm / (grad_norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales."""
@@ -171,7 +162,7 @@ def init_unit_into(layout: UnitLayout, tensors: Callable[[str], Tensor], weights
 
 
 def update_unit_into(
-    layout: UnitLayout, weights: Tensor, state: Tensor, grads: Tensor, *, coef: float, hyper: AdamWHyper
+    layout: UnitLayout, weights: Tensor, state: Tensor, grads: Tensor, *, coef: float | Tensor, hyper: AdamWHyper
 ) -> None:
     """Apply one AdamW update to a unit's slabs in place; all on one device.
 
@@ -179,6 +170,7 @@ def update_unit_into(
         weights: `layout.numel` working weights.
         state: `layout.state_bytes` bytes.
         grads: `layout.numel` gradients, bf16 or fp32; they are read as `coef * grads`.
+        coef: a number, or a tensor as clipping.py gives it.
     """
     parts = layout.state_views(state)
     for segment in layout.segments:
@@ -216,6 +208,77 @@ def master_weights(layout: UnitLayout, weights: Tensor, state: Tensor) -> Params
     return masters
 
 
+def from_torch_adamw(
+    state_dict: Mapping[str, Any], params: Params, optimizer: Optimizer, *, dtype: torch.dtype = torch.float32
+) -> tuple[Params, OptimizerState]:
+    """Take over a run of torch.optim.AdamW: return (params, state) for `optimizer.update`.
+
+    Args:
+        state_dict: of torch.optim.AdamW over these tensors, in this order; its moments are encoded, its
+            hyperparameters are not taken over.
+        params: name -> that run's weights, fp32. dtype: of the working weights; bfloat16 splits the masters.
+
+    Raises:
+        ConfigError: the state dict is of other tensors or options, or has different numbers of updates in it.
+    """
+    try:
+        moments = dict(zip(params, read_moments(state_dict, [p.shape for p in params.values()])))
+    except ValueError as error:
+        raise ConfigError(f"from_torch_adamw: {error}.") from error
+    steps = {entry.step if entry else 0 for entry in moments.values()}
+    if len(steps) > 1:
+        raise ConfigError(f"from_torch_adamw: the tensors have had {sorted(steps)} updates, must all have had as many.")
+    _, layout, slab = optimizer.init({name: p.to(dtype) for name, p in params.items()})
+    weights = torch.empty(layout.numel, dtype=dtype, device=slab.device)
+    init_unit_into(layout, lambda name: params[name].detach(), weights, slab)
+    for place in layout.places:
+        if entry := moments[place.name]:
+            parts = _moment_views(layout, place, slab)
+            m, v = entry.m.to(slab.device), entry.v.to(slab.device)
+            if place.quantized:
+                shape = rows_and_cols(place.shape)
+                values = quantize_moments(m.view(shape), v.view(shape), step=entry.step, first_group=place.first_group)
+            for part, value in zip(parts, values if place.quantized else (m, v)):
+                part.copy_(value.view(-1))
+    return _in_order(layout.views(weights), params), OptimizerState(steps.pop() if steps else 0, layout, slab)
+
+
+def to_torch_adamw(params: Params, state: OptimizerState, optimizer: Optimizer) -> tuple[Params, dict[str, Any]]:
+    """Return (fp32 masters in params' order, the state dict with which torch.optim.AdamW over them goes on)."""
+    settings, (t, layout, slab) = optimizer.settings, state
+    moments = {}
+    for place in layout.places:
+        parts = _moment_views(layout, place, slab)
+        if place.quantized:
+            m_q, m_scale, v_q, v_scale = parts
+            shape = rows_and_cols(place.shape)
+            parts = list(dequantize_moments(m_q.view(shape), m_scale, v_q.view(shape), v_scale))
+        m, v = (x.reshape(place.shape).clone() for x in parts)
+        moments[place.name] = Moments(t, m, v) if t else None
+    group = {name: getattr(settings, name) for name in ("betas", "eps", "weight_decay")} | {"lr": settings.lr(t)}
+    masters = master_weights(layout, layout.flatten(params), slab)
+    state_dict = make_state_dict(
+        [moments[name] for name in params], [{**group, "lr": settings.lr(t), "params": list(params)}]
+    )
+    return _in_order(masters, params), state_dict
+
+
+def _in_order(tensors: Params, params: Params) -> Params:
+    return {name: tensors[name] for name in params}
+
+
+def _moment_views(layout: UnitLayout, place: TensorPlace, slab: Tensor) -> list[Tensor]:
+    """Return views of one tensor's m_q, m_scale, v_q, v_scale, or m and v, flat."""
+    parts = layout.state_views(slab)
+    if not place.quantized:
+        at = place.offset - layout.quantized_numel
+        return [parts[name][at : at + place.numel] for name in ("m_f", "v_f")]
+    rows, cols = rows_and_cols(place.shape)
+    tall = slice(place.offset, place.offset + place.numel)
+    groups = slice(place.first_group, place.first_group + count_groups(rows, cols))
+    return [parts["m_q"][tall], parts["m_scale"][groups], parts["v_q"][tall], parts["v_scale"][groups]]
+
+
 def _make_optimizer(settings: AdamWSettings) -> Optimizer:
     _check(settings)
 
@@ -235,7 +298,7 @@ def _make_optimizer(settings: AdamWSettings) -> Optimizer:
         rate = settings.lr(state.t) if lr is None else lr
         hyper = settings.hyper(rate, state.t + 1)
         update_unit_into(state.layout, weights, slab, state.layout.flatten(grads), coef=clip_coef, hyper=hyper)
-        return state.layout.views(weights), OptimizerState(state.t + 1, state.layout, slab)
+        return _in_order(state.layout.views(weights), params), OptimizerState(state.t + 1, state.layout, slab)
 
     return Optimizer(init, update, settings)
 

@@ -165,3 +165,29 @@ def test_wrong_arguments_are_named() -> None:
             derive_scalars(make_hyper(1)._replace(**bad), 1.0)
     with pytest.raises(ValueError, match="coef is nan"):
         derive_scalars(make_hyper(1), float("nan"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["native", "triton"])
+def test_extreme_gradients_give_the_same_bits(path: str, kind: str, device: str) -> None:
+    """Zeros of both signs, squares that vanish or are subnormal, and squares near the largest number."""
+    from lazytrain.kernels.adamw_triton import adamw8bit_update_triton_into
+
+    if path == "native" and device == "cuda":
+        pytest.skip("the native operator runs on the CPU")
+    gen = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0.0, -0.0, 1e-38, 1e-25, 3e-23, 1e-20, 1e-12, 1.0, 1e12, 1e18])
+    w = make_grads(7 * 256, 99, torch.float32)
+    truth = make_state8(w, kind, 256)
+    update, place = (adamw8bit_update_into, "cpu") if path == "native" else (adamw8bit_update_triton_into, device)
+    other = [None if x is None else x.to(place) for x in make_state8(w, kind, 256)]
+    for step in range(1, 6):
+        rows = sizes[torch.randint(len(sizes), (7, 1), generator=gen)]  # one size a row, then all mixed in a row
+        mixed = sizes[torch.randint(len(sizes), (7, 256), generator=gen)]
+        g = torch.where(torch.rand(7, 1, generator=gen) < 0.5, rows, mixed) * torch.randn(7, 256, generator=gen)
+        options: dict[str, Any] = {"rows": 7, "cols": 256, "first_group": 1, "coef": 1.0, "hyper": make_hyper(step)}
+        reference_adamw8bit_update_into(*truth, g.flatten(), **options)
+        update(*other, g.flatten().to(place), **options)
+        for a, b in zip(truth, other):
+            assert (a is None and b is None) or torch.equal(a, b.cpu()), f"step {step}"
+            assert a is None or a.isfinite().all()

@@ -19,21 +19,21 @@ from lazytrain.kernels import adamw_triton, codec_triton, cross_entropy_triton, 
 
 POINTERS = dict(
     weights="*i16", lo="*i8", m_q="*i8", m_scale="*fp32", v_q="*u8", v_scale="*fp32", grads="*i16", m_io="*fp32",
-    v_io="*fp32", m_in="*fp32", v_in="*fp32", m_out="*fp32", v_out="*fp32", x_in="*i16", y_in="*fp32",
-    tiles="*fp32", slabs="*fp64", out="*fp64",
+    v_io="*fp32", coef_in="*fp32", m_in="*fp32", v_in="*fp32", m_out="*fp32", v_out="*fp32", x_in="*i16",
+    y_in="*fp32", tiles="*fp32", slabs="*fp64", out="*fp64",
     logits="*bf16", targets="*i64", losses="*fp32",
 )
 INTS = dict.fromkeys(
     "num_groups groups_per_row cols numel dither num_tiles num_slabs row_stride num_cols ignore_index".split(), "i32"
 )
 TILES = dict(BLOCK_GROUPS=8, RAGGED=True)
-UPDATE = dict(**TILES, LO_BITS=8, GRADS_BF16=True)
+UPDATE = dict(**TILES, LO_BITS=8, GRADS_BF16=True, COEF_ON_DEVICE=True)
 SUMS = dict(LANES=1024, ROWS=64, X=1, Y=0, OUT=0, SQUARE=True)
 SLABS = dict(LANES=1024, SLAB_TILES=16, SLAB_LANES=128)
 # The compiler makes an argument of 1 a constant, where it may specialise.
 CASES = [
     (adamw_triton.adamw8bit_kernel, UPDATE),
-    (adamw_triton.adamw8bit_kernel, dict(UPDATE, RAGGED=False, LO_BITS=16)),
+    (adamw_triton.adamw8bit_kernel, dict(UPDATE, RAGGED=False, LO_BITS=16, COEF_ON_DEVICE=False)),
     (adamw_triton.adamw8bit_kernel, dict(UPDATE, cols=1)),
     (adamw_triton.adamw_kernel, UPDATE),
     (adamw_triton.adamw_kernel, dict(UPDATE, numel=1)),

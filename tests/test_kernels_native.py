@@ -1,20 +1,24 @@
 """Building the C++ operator: cache, damage, concurrent builders, no compiler, threads."""
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from lazytrain.kernels import native
-from lazytrain.kernels.adamw import AdamWHyper, adamw8bit_update_into
-from lazytrain.kernels.codec import dequantize_moments, quantize_moments, reference_quantize_moments
-from lazytrain.kernels.norm import reference_square_sum, square_sum
+from lazytrain.kernels.adamw import AdamWHyper, adamw8bit_update_into, adamw_update_into
+from lazytrain.kernels.codec import GROUP, dequantize_moments, quantize_moments, reference_quantize_moments
+from lazytrain.kernels.norm import SLAB, TILE, reference_square_sum, square_sum
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_COMPILER = "/nonexistent/compiler"
@@ -99,6 +103,25 @@ def test_failed_build_says_why(source: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("unknown", ["-mprefer-*", "-m*"])
+def test_compiler_that_knows_fewer_flags_builds_without_them(
+    fresh: pytest.MonkeyPatch, source: Path, tmp_path: Path, unknown: str
+) -> None:
+    wrapper, log = tmp_path / "compiler", tmp_path / "log"
+    wrapper.write_text(
+        f'#!/bin/sh\nfor a in "$@"; do case $a in {unknown}) echo "error: unknown $a" >&2; exit 1;; esac; done\n'
+        f'echo "$@" >> {log}\nexec {native.find_compiler()[0]} "$@" -O1\n'
+    )
+    wrapper.chmod(0o755)
+    fresh.setenv("CXX", str(wrapper))
+    fresh.setenv("LAZYTRAIN_CACHE", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.load() is not None
+    assert ("-march=native" in log.read_text()) == (unknown == "-mprefer-*")
+
+
 def test_foreign_library_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(native.NativeBuildError, match="does not load"):
         native.open_library(native.build(source, [], tmp_path))
@@ -166,22 +189,42 @@ def test_number_of_threads_follows_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert native.num_threads() == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("num_items", [0, 1, 1023, 1024, 5000, 200_001])
-def test_ranges_cover_all_items_once(monkeypatch: pytest.MonkeyPatch, num_items: int) -> None:
+@pytest.mark.parametrize("threads", ["1", "3", "8"])
+@pytest.mark.parametrize("num_groups", [0, 1, 1023, 1024, 5000])
+def test_ranges_cover_all_groups_once(monkeypatch: pytest.MonkeyPatch, num_groups: int, threads: str) -> None:
+    monkeypatch.setenv("LAZYTRAIN_THREADS", threads)
+    weights = torch.zeros(num_groups * GROUP)
+    m, v, grads = (torch.zeros_like(weights) for _ in range(3))
+    grads += 1.0
+    # One step of AdamW moves every weight by the learning rate, once.
+    adamw_update_into(weights, None, m, v, grads, coef=1.0, hyper=AdamWHyper(0.5, 0.9, 0.999, 1e-8, 0.0, 1))
+    assert torch.allclose(weights, torch.full_like(weights, -0.5))
+
+
+def test_callers_in_several_threads_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYTRAIN_THREADS", "3")
-    seen: list[tuple[int, int]] = []
-    native.run_ranges(num_items, lambda begin, end: seen.append((begin, end)))
-    assert sorted(i for begin, end in seen for i in range(begin, end)) == list(range(num_items))
+    x = torch.randn(40 * TILE, generator=torch.Generator().manual_seed(0))
+    truth = square_sum(x)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(total, truth) for total in pool.map(lambda _: square_sum(x), range(20)))
 
 
-def test_error_in_a_range_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYTRAIN_THREADS", "2")
-
-    def run(begin: int, end: int) -> None:
-        raise ArithmeticError("in a thread")
-
-    with pytest.raises(ArithmeticError, match="in a thread"):
-        native.run_ranges(10_000, run)
+    x = torch.ones(20 * SLAB)
+    truth = square_sum(x).item()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if square_sum(x).item() == truth else 1)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if done[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
 
 
 def test_call_releases_the_interpreter_lock() -> None:
@@ -192,6 +235,7 @@ def test_call_releases_the_interpreter_lock() -> None:
     assert not isinstance(library, ctypes.PyDLL)
 
 
-def test_scalars_have_the_operator_s_layout() -> None:
+def test_scalars_and_calls_have_the_operator_s_layout() -> None:
     assert ctypes.sizeof(native.Scalars) == 40
+    assert ctypes.sizeof(native.Call) == 16 + 7 * 8 + 8 + 8
     assert native.Scalars.dither.offset == 36

@@ -1,0 +1,185 @@
+"""A plain training loop for one of several optimizers: what compare_optimizers.py runs.
+
+Loss by autograd through the model's blocks, mean over the step's target tokens; the global norm clipped to 1. Torch's
+optimizer and others hold fp32 masters, Adam8bit holds bf16 parameters; the model always computes in bf16.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lazytrain import Adam8bit
+from lazytrain.base import Batch, Model, Unit, count_targets
+from lazytrain.configuration import ModelConfig
+from lazytrain.generation import generate
+from lazytrain.recipes.batches import BatchStream
+from lazytrain.recipes.preparation import Job
+from lazytrain.recipes.prompts import decode_response, encode_prompts
+from lazytrain.recipes.scoring import score
+from lazytrain.schedules import cosine
+from lazytrain.transformer import transformer_model
+
+KINDS = ("torch", "8bit", "8bit-24", "bitsandbytes", "torchao")
+WORKING_DTYPE = torch.bfloat16
+MAX_GRAD_NORM = 1.0
+WARM_UP_STEPS = 5  # left out of the times
+
+
+class Outcome(NamedTuple):
+    """What one run gave; times are medians of one step, `state_bytes` the optimizer's tensors and fp32 masters."""
+
+    kind: str
+    seed: int
+    train_loss: float
+    held_out_loss: float
+    exact_match: float | None
+    step_ms: float
+    optimizer_ms: float
+    state_bytes: int
+
+
+class Task(NamedTuple):
+    """What is trained on what; `weights` draws or reads the initial values anew."""
+
+    config: ModelConfig
+    weights: Callable[[], Iterator[tuple[str, Tensor]]]
+    stream: BatchStream
+    held_out: BatchStream
+    num_steps: int
+    lr: float
+    weight_decay: float
+    num_warmup_steps: int
+    job: Job | None = None
+
+
+def make_optimizer(kind: str, named: list[tuple[str, torch.nn.Parameter]], lr: float, decay: float) -> Any:
+    """Return the optimizer of a kind, torch's defaults else.
+
+    Raises:
+        ImportError: the kind's package is not there.
+    """
+    params = [p for _, p in named]
+    if kind.startswith("8bit"):
+        return Adam8bit(named, lr=lr, weight_decay=decay, master_bits=24 if kind.endswith("24") else 32)
+    if kind == "bitsandbytes":
+        from bitsandbytes.optim import AdamW8bit as Other
+    elif kind == "torchao":
+        from torchao.optim import AdamW8bit as Other
+    else:
+        return torch.optim.AdamW(params, lr=lr, weight_decay=decay, fused=params[0].is_cuda)
+    return Other(params, lr=lr, weight_decay=decay)
+
+
+def loss_sum(model: Model, weights: dict[str, Tensor], batch: Batch) -> Tensor:
+    """Return the fp32 sum of -log p over the batch's targets."""
+    x_btd = model.embed.fn(unit_params(model.embed, weights), batch)
+    ctx = model.context(batch, x_btd.dtype)
+    for block in model.blocks:
+        x_btd = block.fn(unit_params(block, weights), x_btd, ctx)
+    return model.head.fn(unit_params(model.head, weights), x_btd, batch)
+
+
+def unit_params(unit: Unit, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weights[spec.full_name] for name, spec in unit.params.items()}
+
+
+def working_weights(params: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """Return what the model computes with; gradients go through to fp32 masters."""
+    return {name: p.to(WORKING_DTYPE) for name, p in params.items()}
+
+
+def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | None) -> Outcome:
+    """Do one run."""
+    torch.manual_seed(seed)
+    model = transformer_model(task.config)
+    dtype = WORKING_DTYPE if kind.startswith("8bit") else torch.float32
+    params = {name: torch.nn.Parameter(x.to(device, dtype, copy=True)) for name, x in task.weights()}
+    optimizer = make_optimizer(kind, list(params.items()), task.lr, task.weight_decay)
+    if isinstance(optimizer, Adam8bit):  # all kinds begin with the same masters
+        for name, value in task.weights():
+            optimizer.set_master(params[name], value.float())
+    schedule = cosine(task.lr, num_steps=task.num_steps, num_warmup_steps=task.num_warmup_steps, final_fraction=0.05)
+    losses, marks = [], []
+    for step in range(task.num_steps):
+        on_host = task.stream.batch(step)
+        num_targets = count_targets(on_host)
+        batch = {name: x.to(device, non_blocking=True) for name, x in on_host.items()}
+        marks.append([clock(device)])
+        total = loss_sum(model, working_weights(params), batch)
+        (total / num_targets).backward()
+        losses.append(total.detach() / num_targets)
+        marks[-1].append(clock(device))
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        if isinstance(optimizer, Adam8bit):
+            optimizer.step(clip_coef=optimizer.measure_clip(MAX_GRAD_NORM).coef)
+        else:
+            torch.nn.utils.clip_grad_norm_(params.values(), MAX_GRAD_NORM)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        marks[-1].append(clock(device))
+    weights = {name: value.detach() for name, value in working_weights(params).items()}
+    last = losses[-max(1, task.num_steps // 10) :]
+    exact = answer(model, weights, task, device, limit) if task.job and limit != 0 else None
+    tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    masters = [] if dtype == WORKING_DTYPE else list(params.values())
+    middle = marks[min(WARM_UP_STEPS, len(marks) - 1) :]
+    return Outcome(
+        kind=kind,
+        seed=seed,
+        train_loss=torch.stack(last).mean().item(),
+        held_out_loss=held_out_loss(model, weights, task, device),
+        exact_match=exact,
+        step_ms=statistics.median(elapsed_ms(a, c) for a, _, c in middle),
+        optimizer_ms=statistics.median(elapsed_ms(b, c) for _, b, c in middle),
+        state_bytes=sum(x.nbytes for x in (*tensors, *masters)),
+    )
+
+
+def clock(device: torch.device) -> Any:
+    """Return a mark of time on the device's stream, or on the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(begin: Any, end: Any) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+@torch.no_grad()
+def held_out_loss(model: Model, weights: dict[str, Tensor], task: Task, device: torch.device) -> float:
+    total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    for step in range(task.held_out.steps_per_epoch):
+        batch = {name: x.to(device) for name, x in task.held_out.batch(step).items()}
+        total += loss_sum(model, weights, batch).double()
+        num_targets += count_targets(batch)
+    return total.item() / num_targets
+
+
+@torch.no_grad()
+def answer(model: Model, weights: dict[str, Tensor], task: Task, device: torch.device, limit: int | None) -> float:
+    """Return the share of held-out problems that greedy generation solves."""
+    job = task.job
+    assert job is not None
+    rows = job.held_out[:limit]
+    made = generate(
+        model,
+        job.config,
+        lambda unit: unit_params(unit, weights),
+        encode_prompts(job.tokenizer, job.special, job.prompt, [row.query for row in rows]),
+        max_new_tokens=job.settings.max_new_tokens,
+        stop_ids=job.special.stop_ids,
+        pad_id=job.special.pad_id,
+        batch_size=512,
+        device=device,
+        dtype=WORKING_DTYPE,
+    )
+    texts = [decode_response(job.tokenizer, job.special, tokens) for tokens in made]
+    return score(rows, texts).exact_match
