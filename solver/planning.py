@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_model
-from lazytrain.solver.baselines import Baseline, fits, list_baselines
+from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.bounds import bound_step
 from lazytrain.solver.choices import Keep, Lane
 from lazytrain.solver.errors import SolverUnavailableError
+from lazytrain.solver.memory import Accountant, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import Problem
@@ -169,6 +170,7 @@ def _finish(pursuit: _Pursuit, baselines: list[Baseline], solver: str, seconds: 
 def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
     """Bound the step of every prefetch depth; return the best plans, by depth, that are mixed like the optimum."""
     plans: list[Plan] = []
+    accountant = Accountant(pursuit.problem)
     for depth in pursuit.problem.prefetch_depths:
         bound = _with_solver(pursuit, lambda solver, depth=depth: bound_step(pursuit.problem, depth, solver=solver))  # type: ignore[misc]
         if bound is None:
@@ -176,9 +178,10 @@ def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
         pursuit.bounds_ms[depth] = bound.bound_ms
         if bound.mix:
             orders = list(islice(list_arrangements(pursuit.problem, bound.mix, depth), MAX_ARRANGEMENTS))
-            fitting = [plan for plan in orders if fits(pursuit.problem, plan)]
-            plans.append(min(fitting or orders, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
-            pursuit.num_evaluations += len(fitting or orders)
+            missing = [sum(find_shortage(pursuit.problem, accountant.account(plan)).values()) for plan in orders]
+            nearest = [plan for plan, num_bytes in zip(orders, missing, strict=True) if num_bytes == min(missing)]
+            plans.append(min(nearest, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
+            pursuit.num_evaluations += len(nearest)
     return plans
 
 
@@ -228,7 +231,7 @@ def _solve_exactly(pursuit: _Pursuit, gap: float) -> None:
             pursuit.bounds_ms[depth] = max(bound_ms, pursuit.bounds_ms.get(depth, 0.0))
         if outcome.x is not None:
             plan = milp.read(outcome.x)
-            if fits(problem, plan):
+            if Accountant(problem).fits(plan):
                 pursuit.take(plan, simulate_step_ms(problem, plan), "milp")
 
 

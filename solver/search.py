@@ -141,7 +141,7 @@ class Search:
         """Improve until nothing helps or the budget is spent."""
         turn, in_vain = 0, 0
         while not self.is_over and in_vain < len(TURNS):
-            priced = [self._price_change(change) for change in self._list_changes(TURNS[turn])]
+            priced = self.price_changes(TURNS[turn])
             is_better = any((self._take_singles(priced), self._take_pairs(priced)))
             turn, in_vain = (turn + 1) % len(TURNS), 0 if is_better else in_vain + 1
             if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth()):
@@ -162,11 +162,19 @@ class Search:
             for after in _list_neighbours(self._options[u], before):
                 yield Change(before, after, u)
 
-    def _price_change(self, change: Change) -> Priced:
-        if self.is_over:
-            return Priced(change, Price(inf, inf), fits=False)
-        units = _apply(self.units, change)
-        return Priced(change, self.price(units), self.fits(units))
+    def price_changes(self, turn: float) -> list[Priced]:
+        """Return every change of one unit of those that decide alike (see `TURNS`), as far as the budget goes."""
+        priced = []
+        for change in self._list_changes(turn):
+            if self.is_over:
+                break
+            units = self.changed(change)
+            priced.append(Priced(change, self.price(units), self.fits(units)))
+        return priced
+
+    def changed(self, change: Change) -> Units:
+        """Return the best decisions so far with a change."""
+        return _apply(self.units, change)
 
     def _take_singles(self, priced: Sequence[Priced]) -> bool:
         """Take changes that help by themselves, the best first, as long as the next one still helps."""
