@@ -129,31 +129,32 @@ def _filled(problem: Problem, fits: Fits) -> Iterator[Plan]:
     are kept, by the one and then the other."""
     resident = [lane for lane in _block_lanes(problem) if not lane.is_streamed]
     streamed = [lane for lane in _block_lanes(problem) if lane.is_streamed]
+    options = [list_keeps(problem, unit) for unit in problem.units]
+    largest = {place: [_largest(keeps, place) for keeps in options] for place in (DEVICE, HOST)}
+
+    def keep(u: int, plan: UnitPlan) -> UnitPlan:
+        return make_unit_plan(Lane(plan.weights, plan.states, plan.update, plan.grads), largest[DEVICE][u], DEVICE)
+
     for edges, lane, place in product(_edge_plans(problem), streamed, (DEVICE, HOST)):
         for rest in (RECOMPUTE, HOST):
             lean = [
-                make_unit_plan(lane, rest if isinstance(rest, Keep) else _largest(list_keeps(problem, b), rest), place)
-                for b in problem.blocks
+                make_unit_plan(lane, rest if isinstance(rest, Keep) else largest[rest][u], place)
+                for u in range(1, len(problem.units) - 1)
             ]
             start = [edges[0], *lean, edges[1]]
             for depth in problem.prefetch_depths:
                 if fits(make_plan(problem, start, depth)):
-                    kept = _fill(problem, fits, start, depth, lambda u, plan: _keep_on_device(problem, u, plan))
+                    kept = _fill(problem, fits, start, depth, keep)
                     yield make_plan(problem, kept, depth)
                     for stay in resident:
                         stays = _fill(problem, fits, start, depth, lambda u, plan, stay=stay: _change(plan, stay))  # type: ignore[misc]
                         yield make_plan(problem, stays, depth)
-                        both = _fill(problem, fits, stays, depth, lambda u, plan: _keep_on_device(problem, u, plan))
+                        both = _fill(problem, fits, stays, depth, keep)
                         yield make_plan(problem, both, depth)
 
 
 def _change(plan: UnitPlan, lane: Lane) -> UnitPlan:
     return make_unit_plan(lane, Keep(plan.residual_point, plan.residuals), plan.boundary)
-
-
-def _keep_on_device(problem: Problem, u: int, plan: UnitPlan) -> UnitPlan:
-    lane = Lane(plan.weights, plan.states, plan.update, plan.grads)
-    return make_unit_plan(lane, _largest(list_keeps(problem, problem.units[u]), DEVICE), DEVICE)
 
 
 def _fill(

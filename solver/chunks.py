@@ -1,6 +1,5 @@
 """Into how many microbatches to cut a step: large chunks keep the matrix units busy, small ones fit."""
 
-import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from lazytrain.solver.shortage import count_missing_bytes
 
 NUM_SOLVED = 2
 NUM_WORSE = 2  # so many numbers in a row without a faster step end the screening
-NEAR = 1.1  # a baseline this near to the fastest one is worth solving for
+NEAR = 1.01  # a baseline this near to the fastest one is worth solving for
 
 
 class Choice(NamedTuple):
@@ -51,7 +50,7 @@ def choose_microbatches(
         make_problem: a number of microbatches -> the problem cut so. Its costs are per chunk, so that smaller chunks
             may be slower; a trainer measures them, the command line reckons.
         counts: what to try; those whose problem comes out with another number of chunks are tried once.
-        time_limit_s, gap: of all solver runs together, see `planning.solve`.
+        time_limit_s, gap: of each solver run, see `planning.solve`; there are at most two.
 
     Never raises for an infeasible problem: see `planning.solve`; the answer is then the one that lacks least.
 
@@ -82,11 +81,7 @@ def choose_microbatches(
         return Choice(problem, solve(problem, time_limit_s=time_limit_s, gap=gap), screened)
     best_ms = min(found)[0]
     promising = [count for step_ms, count in sorted(found) if step_ms <= NEAR * best_ms][:NUM_SOLVED]
-    deadline_s = time.perf_counter() + time_limit_s
-    answers = []
-    for number, count in enumerate(promising):
-        share_s = (deadline_s - time.perf_counter()) / (len(promising) - number)
-        answers.append((problems[count], solve(problems[count], time_limit_s=max(share_s, 0.0), gap=gap)))
+    answers = [(problems[count], solve(problems[count], time_limit_s=time_limit_s, gap=gap)) for count in promising]
     problem, result = min(answers, key=_step_ms)
     return Choice(problem, result, screened)
 

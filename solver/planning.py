@@ -35,7 +35,7 @@ from lazytrain.solver.tidying import tidy
 FEW_BLOCKS = 8  # so few that the event times can be solved for
 NUM_NODES = 200
 FIRST_SEARCH_S = 5.0
-FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 500, 1500, 400
+FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 400, 1500, 300
 MAX_ARRANGEMENTS = 150  # of a mix
 LEAST_LEFT_S = 0.1
 HORIZON_SLACK = 1e-6
@@ -132,7 +132,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
         if len(problem.blocks) <= FEW_BLOCKS:
             _solve_exactly(pursuit, gap)
         if pursuit.gap is None or pursuit.gap > gap:
-            _search(pursuit, starts, baselines, gap)
+            _search(pursuit, starts, baselines)
     seconds = time.perf_counter() - start_s
     if pursuit.best is None:
         return Result(
@@ -185,8 +185,8 @@ def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
     return plans
 
 
-def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline], gap: float) -> None:
-    """Search from each start for a while, then on from the two best results; tidy the best plan at the end."""
+def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline]) -> None:
+    """Search from each start for a while, then on where it was not at its end, the two best; tidy the best plan."""
     plans = [*starts, *(baseline.plan for baseline in baselines[:2])]
     plans += [pursuit.best] if pursuit.best is not None and pursuit.best not in plans else []
     searches = []
@@ -196,8 +196,8 @@ def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline], ga
             search.run()
             searches.append(search)
     searches.sort(key=lambda search: search.step_ms)
-    for search in searches[:2]:
-        search.left += MORE_EVALUATIONS
+    for search in [search for search in searches if search.left <= 0][:2]:
+        search.left = MORE_EVALUATIONS
         search.run()
     pursuit.num_evaluations += sum(search.num_evaluations for search in searches)
     if searches:
