@@ -9,7 +9,8 @@ Ranges are cut at groups of 128 elements, and every group is computed alike, so 
 bit.
 
 Environment: CXX (compiler), LAZYTRAIN_THREADS (threads of one call; default torch.get_num_threads(), two less where
-there is a GPU to launch kernels on and cores to spare), LAZYTRAIN_CACHE (cache folder; default XDG_CACHE_HOME/lazytrain or ~/.cache/lazytrain).
+there is a GPU to launch kernels on and cores to spare), LAZYTRAIN_CACHE (cache folder; default
+XDG_CACHE_HOME/lazytrain or ~/.cache/lazytrain).
 
 Without a compiler one warning says so, and callers use the chunked torch reference: same bits, about 30 times slower.
 """

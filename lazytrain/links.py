@@ -1,6 +1,5 @@
 """Measure a machine's links: host and device, memory, NVMe; in the mix in which a step uses them."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lazytrain.slabs import allocate_slab
 from lazytrain.solver.problem import Hardware
+from lazytrain.store_bench import CANDIDATES, make_test_file, measure_rates
 
 MIN_COPY_BYTES, MAX_COPY_BYTES = 4 << 20, 512 << 20
 NVME_TEST_BYTES = 256 << 20
@@ -60,7 +60,7 @@ def measure_machine(
         h2d_gbs, host_memory_gbs, slowdown = _measure_mix(device, both, size, cpu_update, cpu_update_bytes)
         d2h_gbs = h2d_gbs = min(h2d_gbs, alone_gbs)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
-    read_gbs, write_gbs = _measure_nvme(spill_dir, host) if spill_dir is not None else (1.0, 1.0)
+    read_gbs, write_gbs = _measure_nvme(spill_dir) if spill_dir is not None else (1.0, 1.0)
     hardware = Hardware(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         device_memory_bytes=limits["device"],
@@ -145,24 +145,12 @@ def _matmul_tflops(device: torch.device, timer: MedianTimer) -> float:
     return 2 * size**3 / timer.median_ms(lambda: a @ b) / 1e9
 
 
-def _measure_nvme(spill_dir: Path, data: Tensor) -> tuple[float, float]:
-    """Return read and write GB/s of a file that is dropped from the page cache between the two."""
+def _measure_nvme(spill_dir: Path) -> tuple[float, float]:
+    """Return read and write GB/s in the fastest manner, which is the one that a run with much on NVMe chooses."""
     spill_dir.mkdir(parents=True, exist_ok=True)
-    path = spill_dir / f"rate-test-{os.getpid()}"
-    payload = memoryview(data.numpy().data)[: min(len(data), NVME_TEST_BYTES)]
+    path = make_test_file(spill_dir, NVME_TEST_BYTES)
     try:
-        start_s = time.perf_counter()
-        with path.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-            write_s = time.perf_counter() - start_s
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start_s = time.perf_counter()
-        with path.open("rb", buffering=0) as file:
-            while file.read(16 << 20):
-                pass
-        read_s = time.perf_counter() - start_s
+        rates = min(measure_rates(path, NVME_TEST_BYTES, CANDIDATES), key=lambda r: r.round_trip_s)
     finally:
         path.unlink(missing_ok=True)
-    return len(payload) / read_s / 1e9, len(payload) / write_s / 1e9
+    return rates.read_bytes_s / 1e9, rates.write_bytes_s / 1e9

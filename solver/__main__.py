@@ -3,18 +3,26 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lazytrain.solver.baselines import list_baselines
-from lazytrain.solver.costs import problem_from_shapes
+from lazytrain.solver.capacity import find_gains, find_largest_batch
+from lazytrain.solver.chunks import choose_microbatches, list_counts
+from lazytrain.solver.costs import MAX_TOKENS, problem_from_shapes
 from lazytrain.solver.errors import PlannerError
-from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
+from lazytrain.solver.explanation import (
+    format_baselines,
+    format_gains,
+    format_largest_batch,
+    format_plan,
+    format_prediction,
+    format_screening,
+)
 from lazytrain.solver.hardware import CPU_PRESET, PRESETS, load_hardware
 from lazytrain.solver.models import KNOWN_MODELS, load_shapes
-from lazytrain.solver.planning import solve
-from lazytrain.solver.problem import MAX_BYTES, Hardware, Problem
+from lazytrain.solver.problem import MAX_BYTES, Hardware, Problem, check_number
+from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
 
 SIZE_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
@@ -25,8 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 after one line that says what was wrong or what is missing."""
     options = _parse(arguments)
     try:
-        problem = _make_problem(options)
-        result = solve(problem, time_limit_s=options.time_limit)
+        make_problem = _read_problem(options)
+        batch, counts = options.batch, list_counts(options.batch)
+        if options.max_batch:
+            batch, count = _print_largest_batch(make_problem)
+            counts = [count]
+        elif options.microbatch:
+            counts = [-(-batch // options.microbatch)]
+        problem, result, screened = choose_microbatches(
+            lambda count: make_problem(batch, count), counts, time_limit_s=options.time_limit
+        )
     except (PlannerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -37,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_plan(problem, result.plan))
     print(format_prediction(problem, result.plan, played))
     print(format_baselines(result.baselines, played.step_ms))
+    if len(screened) > 1:
+        print(format_screening(screened))
+    if options.explain:
+        print(format_gains(find_gains(problem, result.plan, time_limit_s=options.time_limit)))
     if options.json is not None:
         try:
             result.plan.save(options.json)
@@ -65,42 +85,49 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hardware", required=True, help=f"a JSON file, or one of: {', '.join(PRESETS)}")
     parser.add_argument("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: %(default)s)")
-    parser.add_argument("--microbatch", type=int, help="sequences a chunk (default: about 16k tokens, less if needed)")
+    parser.add_argument("--microbatch", type=int, help="sequences a chunk (default: the best of a few sizes)")
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill, for example 24GiB")
     parser.add_argument("--host-memory", type=parse_size, help="host memory to fill")
     parser.add_argument("--nvme", type=parse_size, help="NVMe to fill (default: none)")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for the solver (default: %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the solver (default: %(default)s)")
+    parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
+    parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")
     parser.add_argument("--json", type=Path, help="write the plan here")
     return parser.parse_args(arguments)
 
 
-def _make_problem(options: argparse.Namespace) -> Problem:
+def _read_problem(options: argparse.Namespace) -> Callable[[int, int], Problem]:
+    """Return (batch, number of microbatches) -> the problem that the options describe."""
     name, shapes = load_shapes(options.model)
     hardware = _limit(load_hardware(options.hardware), options)
     if options.time_limit <= 0:
         raise PlannerError(f"--time-limit is {options.time_limit}; it must be above 0")
+    for what in ("batch", "seq"):
+        check_number(getattr(options, what), what, low=1, high=MAX_TOKENS, integer=True)
+    if options.microbatch is not None:
+        check_number(options.microbatch, "microbatch", low=1, high=options.batch, integer=True)
 
-    def make(microbatch: int | None) -> Problem:
+    def make(batch: int, count: int) -> Problem:
         return problem_from_shapes(
             shapes,
             hardware,
-            batch=options.batch,
+            batch=batch,
             seq=options.seq,
-            microbatch=microbatch,
+            microbatch=options.microbatch or -(-batch // count),
             allow_nvme=options.nvme is not None,
             name=name,
             device_is_host=hardware.name == CPU_PRESET,
         )
 
-    problem = make(options.microbatch)
-    size = options.batch // problem.num_microbatches
-    while options.microbatch is None and size > 1 and not list_baselines(problem, num_random=0):
-        size = max(1, size // 2)
-        smaller = make(size)
-        if size == 1 and not list_baselines(smaller, num_random=0):
-            break  # smaller chunks don't help: the refusal names the first need
-        problem = smaller
-    return problem
+    return make
+
+
+def _print_largest_batch(make_problem: Callable[[int, int], Problem]) -> tuple[int, int]:
+    largest = find_largest_batch(make_problem)
+    if not largest.batch:
+        raise PlannerError(explain_infeasible(make_problem(1, 1)))
+    print(format_largest_batch(largest))
+    return largest.batch, largest.num_microbatches
 
 
 def _limit(hardware: Hardware, options: argparse.Namespace) -> Hardware:

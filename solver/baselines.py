@@ -4,20 +4,24 @@ The best one that fits is the MILP's start, its yardstick and its fallback. Each
 run, where boundaries wait, what the spare device memory holds); the best variant that fits speaks for it.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, list_keeps, list_lanes, make_unit_plan
-from lazytrain.solver.memory import account, find_shortage
+from lazytrain.solver.greedy import make_greedy_plan
+from lazytrain.solver.memory import Accountant
 from lazytrain.solver.plan import DEVICE, HOST, Plan, UnitPlan, make_plan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate_step_ms
 
 FIXED_INTERVAL = 4
-NUM_RANDOM = 40
+NUM_RANDOM = 20
 RANDOM_SEED = 0
+Fits = Callable[[Plan], bool]
+KeepRule = Callable[[int, tuple[Keep, ...]], Keep]  # block_idx, what it may keep -> what it keeps
 
 
 class Baseline(NamedTuple):
@@ -28,32 +32,56 @@ class Baseline(NamedTuple):
     step_ms: float
 
 
-def list_baselines(problem: Problem, *, num_random: int = NUM_RANDOM) -> list[Baseline]:
+def list_baselines(problem: Problem, *, num_random: int = NUM_RANDOM, with_greedy: bool = True) -> list[Baseline]:
     """Return the best plan of every strategy that has one that fits, the fastest first.
 
-    Strategies: recompute_all, keep_all, offload_all, fixed_interval (every 4th block keeps), fill (the spare device
-    memory holds as many blocks, or residuals, as it can), random_grid.
+    Strategies:
+        recompute_all, keep_all, offload_all: what every block does with its residuals.
+        fixed_interval, sqrt_interval: every 4th block, or every block at a multiple of the square root of their number,
+            keeps all; the others recompute. (A plan keeps every boundary, so that no block is recomputed twice.)
+        fill: the spare device memory holds as many blocks, or residuals, as it can.
+        random_grid: seeded. greedy: see greedy.py.
+
+    Args:
+        num_random: size of the random grid.
+        with_greedy: the greedy plan takes about as long as all the others.
     """
-    found = [
-        _best(problem, "recompute_all", _uniform(problem, lambda i, keeps: RECOMPUTE)),
-        _best(problem, "keep_all", _uniform(problem, lambda i, keeps: _largest(keeps, DEVICE))),
-        _best(problem, "offload_all", _uniform(problem, lambda i, keeps: _largest(keeps, HOST))),
-        _best(problem, "fixed_interval", _uniform(problem, _every_fourth)),
-        _best(problem, "fill", _filled(problem)),
-        _best(problem, "random_grid", _random_grid(problem, num_random)),
+    fits = Accountant(problem).fits
+    greedy = make_greedy_plan(problem) if with_greedy else None
+    found = [_best(problem, fits, name, _uniform(problem, keep_of)) for name, keep_of in _list_rules(problem).items()]
+    found += [
+        _best(problem, fits, "fill", _filled(problem, fits)),
+        _best(problem, fits, "random_grid", _random_grid(problem, num_random)),
+        _best(problem, fits, "greedy", iter([greedy] if greedy is not None else [])),
     ]
     return sorted((b for b in found if b is not None), key=lambda b: b.step_ms)
 
 
-def fits(problem: Problem, plan: Plan) -> bool:
-    """Return whether a plan fits in every tier."""
-    return not find_shortage(problem, account(problem, plan))
+def list_fitting_strategies(problem: Problem, *, every: bool = False) -> list[str]:
+    """Return the names of the fixed strategies (one rule for all blocks) of which a variant fits; or of every one."""
+    fits = Accountant(problem).fits
+    rules = _list_rules(problem)
+    return [name for name, keep_of in rules.items() if every or any(map(fits, _uniform(problem, keep_of)))]
 
 
-def _best(problem: Problem, name: str, plans: Iterator[Plan]) -> Baseline | None:
+def _list_rules(problem: Problem) -> dict[str, KeepRule]:
+    root = math.isqrt(len(problem.blocks) - 1) + 1
+    return {
+        "recompute_all": lambda i, keeps: RECOMPUTE,
+        "keep_all": lambda i, keeps: _largest(keeps, DEVICE),
+        "offload_all": lambda i, keeps: _largest(keeps, HOST),
+        "fixed_interval": _keep_every(FIXED_INTERVAL),
+        "sqrt_interval": _keep_every(root),
+    }
+
+
+def _best(problem: Problem, fits: Fits, name: str, plans: Iterator[Plan]) -> Baseline | None:
     best: Baseline | None = None
+    seen = set()
     for plan in plans:
-        if fits(problem, plan):
+        key = plan.prefetch_depth, plan.units
+        if key not in seen and fits(plan):
+            seen.add(key)
             step_ms = simulate_step_ms(problem, plan)
             if best is None or step_ms < best.step_ms:
                 best = Baseline(name, plan, step_ms)
@@ -74,7 +102,7 @@ def _edge_plans(problem: Problem) -> list[tuple[UnitPlan, UnitPlan]]:
     return [(make_unit_plan(a), make_unit_plan(b)) for a, b in pairs]
 
 
-def _uniform(problem: Problem, keep_of: Callable[[int, tuple[Keep, ...]], Keep]) -> Iterator[Plan]:
+def _uniform(problem: Problem, keep_of: KeepRule) -> Iterator[Plan]:
     """Yield plans whose blocks share one lane and boundary place."""
     keeps = [keep_of(i, list_keeps(problem, block)) for i, block in enumerate(problem.blocks)]
     for edges, lane, place in product(_edge_plans(problem), _block_lanes(problem), list_boundaries(problem)):
@@ -92,30 +120,36 @@ def _largest(keeps: tuple[Keep, ...], place: str) -> Keep:
     return max((keep for keep in keeps if keep.place == place), key=lambda keep: keep.point, default=RECOMPUTE)
 
 
-def _every_fourth(i: int, keeps: tuple[Keep, ...]) -> Keep:
-    return _largest(keeps, DEVICE) if i % FIXED_INTERVAL == 0 else RECOMPUTE
+def _keep_every(interval: int) -> KeepRule:
+    return lambda i, keeps: _largest(keeps, DEVICE) if i % interval == 0 else RECOMPUTE
 
 
-def _filled(problem: Problem) -> Iterator[Plan]:
+def _filled(problem: Problem, fits: Fits) -> Iterator[Plan]:
     """Yield streamed plans, and the same with the device's spare memory filled: by blocks that stay, by residuals that
     are kept, by the one and then the other."""
     resident = [lane for lane in _block_lanes(problem) if not lane.is_streamed]
     streamed = [lane for lane in _block_lanes(problem) if lane.is_streamed]
+    options = [list_keeps(problem, unit) for unit in problem.units]
+    largest = {place: [_largest(keeps, place) for keeps in options] for place in (DEVICE, HOST)}
+
+    def keep(u: int, plan: UnitPlan) -> UnitPlan:
+        return make_unit_plan(Lane(plan.weights, plan.states, plan.update, plan.grads), largest[DEVICE][u], DEVICE)
+
     for edges, lane, place in product(_edge_plans(problem), streamed, (DEVICE, HOST)):
         for rest in (RECOMPUTE, HOST):
             lean = [
-                make_unit_plan(lane, rest if isinstance(rest, Keep) else _largest(list_keeps(problem, b), rest), place)
-                for b in problem.blocks
+                make_unit_plan(lane, rest if isinstance(rest, Keep) else largest[rest][u], place)
+                for u in range(1, len(problem.units) - 1)
             ]
             start = [edges[0], *lean, edges[1]]
             for depth in problem.prefetch_depths:
-                if fits(problem, make_plan(problem, start, depth)):
-                    kept = _fill(problem, start, depth, lambda u, plan: _keep_on_device(problem, u, plan))
+                if fits(make_plan(problem, start, depth)):
+                    kept = _fill(problem, fits, start, depth, keep)
                     yield make_plan(problem, kept, depth)
                     for stay in resident:
-                        stays = _fill(problem, start, depth, lambda u, plan, stay=stay: _change(plan, stay))  # type: ignore[misc]
+                        stays = _fill(problem, fits, start, depth, lambda u, plan, stay=stay: _change(plan, stay))  # type: ignore[misc]
                         yield make_plan(problem, stays, depth)
-                        both = _fill(problem, stays, depth, lambda u, plan: _keep_on_device(problem, u, plan))
+                        both = _fill(problem, fits, stays, depth, keep)
                         yield make_plan(problem, both, depth)
 
 
@@ -123,13 +157,8 @@ def _change(plan: UnitPlan, lane: Lane) -> UnitPlan:
     return make_unit_plan(lane, Keep(plan.residual_point, plan.residuals), plan.boundary)
 
 
-def _keep_on_device(problem: Problem, u: int, plan: UnitPlan) -> UnitPlan:
-    lane = Lane(plan.weights, plan.states, plan.update, plan.grads)
-    return make_unit_plan(lane, _largest(list_keeps(problem, problem.units[u]), DEVICE), DEVICE)
-
-
 def _fill(
-    problem: Problem, units: list[UnitPlan], depth: int, change: Callable[[int, UnitPlan], UnitPlan]
+    problem: Problem, fits: Fits, units: list[UnitPlan], depth: int, change: Callable[[int, UnitPlan], UnitPlan]
 ) -> list[UnitPlan]:
     """Change as many blocks as fit, the last ones first (their residuals are needed first): bisection."""
     low, high = 0, len(units) - 2
@@ -140,7 +169,7 @@ def _fill(
 
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(problem, make_plan(problem, changed(middle), depth)):
+        if fits(make_plan(problem, changed(middle), depth)):
             low = middle
         else:
             high = middle - 1

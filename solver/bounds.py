@@ -30,7 +30,7 @@ from lazytrain.solver.rings import add_largest
 from lazytrain.solver.traffic import add_traffic
 from lazytrain.solver.windows import find_largest, find_largest_move
 
-LIMITS = Limits(time_s=1.0, gap=1e-4, num_nodes=2000)
+LIMITS = Limits(time_s=5.0, gap=1e-4, num_nodes=300)
 
 
 class Kind(NamedTuple):

@@ -1,8 +1,9 @@
 """A plan as text: one row per run of equal blocks, use per tier, speed, and the baselines beside it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lazytrain.solver.baselines import Baseline
+from lazytrain.solver.capacity import LargestBatch
 from lazytrain.solver.memory import GIB, account
 from lazytrain.solver.plan import Plan, UnitPlan, find_runs
 from lazytrain.solver.problem import Problem, UnitCost
@@ -46,6 +47,25 @@ def format_baselines(baselines: Sequence[Baseline], step_ms: float) -> str:
     return "\n".join(_table(rows))
 
 
+def format_screening(screened: Mapping[int, float | None]) -> str:
+    """Return the numbers of microbatches that were looked at, and the step of the best simple baseline with each."""
+    steps = (f"{count}: {'does not fit' if ms is None else f'{ms:.1f} ms'}" for count, ms in screened.items())
+    return f"microbatches, best simple baseline with each: {', '.join(steps)}"
+
+
+def format_largest_batch(largest: LargestBatch) -> str:
+    """Return the largest batch that fits beside those of the fixed strategies."""
+    rows = [("plan", "largest batch"), ("solved", str(largest.batch))]
+    rows += sorted(((name, str(size)) for name, size in largest.strategies.items()), key=lambda row: -int(row[1]))
+    proof = "proven: no larger one fits" if largest.bound == largest.batch else f"none above {largest.bound} can fit"
+    return "\n".join([*_table(rows), proof])
+
+
+def format_gains(gains_ms: Mapping[str, float]) -> str:
+    """Return what one more GiB would bring on each tier."""
+    return "one more GiB: " + ", ".join(f"{tier} {-gain_ms:+.1f} ms" for tier, gain_ms in gains_ms.items())
+
+
 def _rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
     yield _row("embed", problem.embed, plan.embed)
     for first, last, decisions in find_runs(plan.blocks):
@@ -63,7 +83,7 @@ def _row(name: str, cost: UnitCost, unit: UnitPlan) -> tuple[str, ...]:
 def _origin(plan: Plan) -> str:
     source = plan.solver.get("source", "given")
     gap = plan.solver.get("gap")
-    return f"{source}, gap {gap:.1%}" if isinstance(gap, float) else str(source)
+    return f"{source}, no plan can be more than {gap:.1%} faster" if isinstance(gap, float) else str(source)
 
 
 def _of(used: int, budget: int) -> str:

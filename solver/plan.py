@@ -171,7 +171,7 @@ class Plan:
         """Read a plan that `save` wrote or a person edited; raises `PlannerError` with the file's name."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlannerError(f"{path} can't be read as a plan: {error}") from error
         except PlannerError as error:
             raise PlannerError(f"{path}: {error}") from error

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_model
-from lazytrain.solver.baselines import Baseline, fits, list_baselines
+from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.bounds import bound_step
 from lazytrain.solver.choices import Keep, Lane
 from lazytrain.solver.errors import SolverUnavailableError
+from lazytrain.solver.memory import Accountant, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import Problem
@@ -34,7 +35,7 @@ from lazytrain.solver.tidying import tidy
 FEW_BLOCKS = 8  # so few that the event times can be solved for
 NUM_NODES = 200
 FIRST_SEARCH_S = 5.0
-FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 500, 1500, 400
+FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 400, 1500, 300
 MAX_ARRANGEMENTS = 150  # of a mix
 LEAST_LEFT_S = 0.1
 HORIZON_SLACK = 1e-6
@@ -131,7 +132,7 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
         if len(problem.blocks) <= FEW_BLOCKS:
             _solve_exactly(pursuit, gap)
         if pursuit.gap is None or pursuit.gap > gap:
-            _search(pursuit, starts, baselines, gap)
+            _search(pursuit, starts, baselines)
     seconds = time.perf_counter() - start_s
     if pursuit.best is None:
         return Result(
@@ -169,6 +170,7 @@ def _finish(pursuit: _Pursuit, baselines: list[Baseline], solver: str, seconds: 
 def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
     """Bound the step of every prefetch depth; return the best plans, by depth, that are mixed like the optimum."""
     plans: list[Plan] = []
+    accountant = Accountant(pursuit.problem)
     for depth in pursuit.problem.prefetch_depths:
         bound = _with_solver(pursuit, lambda solver, depth=depth: bound_step(pursuit.problem, depth, solver=solver))  # type: ignore[misc]
         if bound is None:
@@ -176,14 +178,15 @@ def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
         pursuit.bounds_ms[depth] = bound.bound_ms
         if bound.mix:
             orders = list(islice(list_arrangements(pursuit.problem, bound.mix, depth), MAX_ARRANGEMENTS))
-            fitting = [plan for plan in orders if fits(pursuit.problem, plan)]
-            plans.append(min(fitting or orders, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
-            pursuit.num_evaluations += len(fitting or orders)
+            missing = [sum(find_shortage(pursuit.problem, accountant.account(plan)).values()) for plan in orders]
+            nearest = [plan for plan, num_bytes in zip(orders, missing, strict=True) if num_bytes == min(missing)]
+            plans.append(min(nearest, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
+            pursuit.num_evaluations += len(nearest)
     return plans
 
 
-def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline], gap: float) -> None:
-    """Search from each start for a while, then on from the two best results; tidy the best plan at the end."""
+def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline]) -> None:
+    """Search from each start for a while, then on where it was not at its end, the two best; tidy the best plan."""
     plans = [*starts, *(baseline.plan for baseline in baselines[:2])]
     plans += [pursuit.best] if pursuit.best is not None and pursuit.best not in plans else []
     searches = []
@@ -193,8 +196,8 @@ def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline], ga
             search.run()
             searches.append(search)
     searches.sort(key=lambda search: search.step_ms)
-    for search in searches[:2]:
-        search.left += MORE_EVALUATIONS
+    for search in [search for search in searches if search.left <= 0][:2]:
+        search.left = MORE_EVALUATIONS
         search.run()
     pursuit.num_evaluations += sum(search.num_evaluations for search in searches)
     if searches:
@@ -228,7 +231,7 @@ def _solve_exactly(pursuit: _Pursuit, gap: float) -> None:
             pursuit.bounds_ms[depth] = max(bound_ms, pursuit.bounds_ms.get(depth, 0.0))
         if outcome.x is not None:
             plan = milp.read(outcome.x)
-            if fits(problem, plan):
+            if Accountant(problem).fits(plan):
                 pursuit.take(plan, simulate_step_ms(problem, plan), "milp")
 
 

@@ -57,6 +57,18 @@ def add_product(model: LinearModel, one: Affine, other: Affine) -> Affine:
     return product
 
 
+def add_odd(model: LinearModel, one: Affine, other: Affine) -> Affine:
+    """Add a variable that is 1 where just one of the two is 1, and 0 elsewhere."""
+    if one.is_zero or other.is_zero:
+        return other if one.is_zero else one
+    odd = model.add_var(upper=1.0)
+    model.add_at_least(odd, one - other)
+    model.add_at_least(odd, other - one)
+    model.add_at_most(odd - one - other)
+    model.add_at_most(odd + one + other, 2.0)
+    return odd
+
+
 def add_largest(model: LinearModel, parts: Sequence[Affine]) -> Affine:
     """Add a variable that is at least every part; 0 where there is nothing."""
     wanted = {tuple(sorted(part.terms.items())): part for part in parts if not part.is_zero}
@@ -167,4 +179,9 @@ def add_ring(
     if period is not None:
         for begin, end in zip(first, release):
             model.add_at_least(begin, end - period)
+        if depth == 2:  # buffers take turns from the first one on: an odd last user leaves the one that comes first
+            odd = Affine()
+            for user in users:
+                odd = add_odd(model, odd, user)
+            model.add_at_least(first[-1], release[0] - period - (1.0 - odd) * (2 * horizon))
     return releases, release

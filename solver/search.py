@@ -72,6 +72,7 @@ class Search:
         self.left, self.num_evaluations, self._deadline_s = num_evaluations, 0, deadline_s
         self._accountant = Accountant(problem)
         self._known: dict[tuple[int, Units], Price] = {}
+        self._needs: dict[tuple[int, Units], tuple[int, int]] = {}
         self._options = [_list_options(problem, u) for u in range(len(problem.units))]
         self._price = self.price(self.units)
 
@@ -98,14 +99,17 @@ class Search:
             self.num_evaluations += 1
             plan = make_plan(self.problem, units, key[0])
             step_ms, loads_ms = simulate_load(self.problem, plan)
-            peak = self._accountant.account(plan).device_peak_bytes / self.problem.hardware.device_memory_bytes
-            shares = [peak, *(load_ms / step_ms for load_ms in loads_ms if step_ms)]
+            peak_bytes, _ = self._need(key)
+            shares = [
+                peak_bytes / self.problem.hardware.device_memory_bytes,
+                *(load_ms / step_ms for load_ms in loads_ms if step_ms),
+            ]
             self._known[key] = Price(step_ms, sum(share**LOAD_POWER for share in shares))
         return self._known[key]
 
     def fits(self, units: Units, depth: int | None = None) -> bool:
         """Return whether decisions fit in every tier."""
-        return self._accountant.fits(make_plan(self.problem, units, depth or self.depth))
+        return not self._need((depth or self.depth, units))[1]
 
     def take(self, units: Units, depth: int | None = None) -> bool:
         """Make decisions the best ones if they are better and fit; return whether they are."""
@@ -141,15 +145,21 @@ class Search:
         """Improve until nothing helps or the budget is spent."""
         turn, in_vain = 0, 0
         while not self.is_over and in_vain < len(TURNS):
-            priced = [self._price_change(change) for change in self._list_changes(TURNS[turn])]
+            priced = self.price_changes(TURNS[turn])
             is_better = any((self._take_singles(priced), self._take_pairs(priced)))
             turn, in_vain = (turn + 1) % len(TURNS), 0 if is_better else in_vain + 1
             if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth()):
                 in_vain = 0
 
     def _missing_bytes(self, units: Units) -> int:
-        plan = make_plan(self.problem, units, self.depth)
-        return sum(find_shortage(self.problem, self._accountant.account(plan)).values())
+        return self._need((self.depth, units))[1]
+
+    def _need(self, key: tuple[int, Units]) -> tuple[int, int]:
+        """Return the device's peak, and the bytes that are missing over all tiers."""
+        if key not in self._needs:
+            usage = self._accountant.account(make_plan(self.problem, key[1], key[0]))
+            self._needs[key] = usage.device_peak_bytes, sum(find_shortage(self.problem, usage).values())
+        return self._needs[key]
 
     def _list_changes(self, turn: float) -> Iterator[Change]:
         """Yield changes of one unit of those that decide alike: the first, the middle or the last (turn 0, 1/2, 1)."""
@@ -162,11 +172,19 @@ class Search:
             for after in _list_neighbours(self._options[u], before):
                 yield Change(before, after, u)
 
-    def _price_change(self, change: Change) -> Priced:
-        if self.is_over:
-            return Priced(change, Price(inf, inf), fits=False)
-        units = _apply(self.units, change)
-        return Priced(change, self.price(units), self.fits(units))
+    def price_changes(self, turn: float) -> list[Priced]:
+        """Return every change of one unit of those that decide alike (see `TURNS`), as far as the budget goes."""
+        priced = []
+        for change in self._list_changes(turn):
+            if self.is_over:
+                break
+            units = self.changed(change)
+            priced.append(Priced(change, self.price(units), self.fits(units)))
+        return priced
+
+    def changed(self, change: Change) -> Units:
+        """Return the best decisions so far with a change."""
+        return _apply(self.units, change)
 
     def _take_singles(self, priced: Sequence[Priced]) -> bool:
         """Take changes that help by themselves, the best first, as long as the next one still helps."""

@@ -4,21 +4,16 @@ import math
 from collections.abc import Iterator
 
 from lazytrain.solver.choices import list_boundaries, list_lanes, make_unit_plan
-from lazytrain.solver.memory import GIB, account, find_shortage
+from lazytrain.solver.memory import GIB, Accountant, find_shortage
 from lazytrain.solver.plan import DEVICE, Plan, make_plan
 from lazytrain.solver.problem import Problem
 
 
 def explain_infeasible(problem: Problem) -> str:
     """Return what the leanest plans lack, tier by tier, and what would make one of them fit."""
-    options = []
-    for plan in _leanest_plans(problem):
-        usage = account(problem, plan)
-        missing = find_shortage(problem, usage)
-        if not missing:
-            return "the leanest plan fits; only the search failed. Raise the time limit."
-        options.append((sum(missing.values()), missing, plan))
-    _, missing, plan = min(options, key=lambda option: (len(option[1]), option[0]))
+    missing = find_least_shortage(problem)
+    if not missing:
+        return "the leanest plan fits; only the search failed. Raise the time limit."
     needs = ", ".join(f"{_need(num_bytes)} more {_name(tier)} memory" for tier, num_bytes in sorted(missing.items()))
     hardware = problem.hardware
     have = f"device {hardware.device_memory_bytes / GIB:.2f} GiB, host {hardware.host_memory_bytes / GIB:.2f} GiB"
@@ -28,6 +23,18 @@ def explain_infeasible(problem: Problem) -> str:
         remedies.append("allow NVMe (name a spill directory)")
     remedies.append("cut the step in more microbatches, or shorten the sequences")
     return f"nothing fits ({have}). The leanest plan needs {needs}. To make it fit: {'; or '.join(remedies)}."
+
+
+def find_least_shortage(problem: Problem) -> dict[str, int]:
+    """Return tier -> missing bytes of the lean plan that lacks least; empty if one fits."""
+    accountant = Accountant(problem)
+    shortages = (find_shortage(problem, accountant.account(plan)) for plan in _leanest_plans(problem))
+    return min(shortages, key=lambda missing: (len(missing), sum(missing.values())))
+
+
+def count_missing_bytes(problem: Problem) -> int:
+    """Return how many bytes, over all tiers, the leanest plan lacks; 0 if it fits."""
+    return sum(find_least_shortage(problem).values())
 
 
 def _leanest_plans(problem: Problem) -> Iterator[Plan]:

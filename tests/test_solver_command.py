@@ -1,6 +1,7 @@
 """The planner's command line, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,20 @@ def test_known_models_have_their_size() -> None:
         problem = problem_from_config(KNOWN_MODELS[name], load_hardware("h200"), batch=1, seq=128)
         num_params = sum(unit.num_params for unit in problem.units)
         assert num_params / 1e9 == pytest.approx(expected, rel=0.01), name
+
+
+@pytest.mark.slow
+def test_largest_batch_and_gains_are_printed() -> None:
+    done = run(
+        *("--model", "qwen2.5-0.5b", "--hardware", "rtx3090", "--seq", "512", "--time-limit", "2"),
+        *("--gpu-memory", "5GiB", "--host-memory", "4GiB", "--max-batch", "--explain"),
+    )
+    assert done.returncode == 0, done.stderr
+    solved = re.search(r"^solved +(\d+)$", done.stdout, re.MULTILINE)
+    fixed = re.search(r"^fixed_interval +(\d+)$", done.stdout, re.MULTILINE)
+    gains = re.search(r"one more GiB: device ([-+][\d.]+) ms, host ([-+][\d.]+) ms", done.stdout)
+    assert solved is not None
+    assert fixed is not None
+    assert gains is not None
+    assert int(solved[1]) >= int(fixed[1]) > 0
+    assert all(float(gain) <= 0 for gain in gains.groups())

@@ -111,6 +111,20 @@ def test_model_and_simulator_agree_on_random_plans(seed: int) -> None:
         assert (model_step_ms(tight, plan) is not None) == fits
 
 
+def test_model_and_simulator_agree_where_an_odd_number_of_units_share_the_update_buffers() -> None:
+    """The unit that comes first takes the buffer of the last one, whose states leave late over a slow link."""
+    visiting, rng = UnitPlan(states="host"), random.Random(437)
+    problem = make_toy_problem(437, num_blocks=rng.randint(1, 6), num_points=rng.randint(1, 3))
+    hardware = replace(problem.hardware, device_memory_bytes=1 << 44, host_memory_bytes=1 << 45)
+    problem = replace(problem, hardware=hardware, allow_cpu_update=False)
+    streamed = UnitPlan(weights="host", states="host", grads="host")
+    blocks = [UnitPlan()] * (len(problem.blocks) - 1)
+    plan = make_plan(problem, [visiting, *blocks, streamed, visiting], 2)
+    step_ms = simulate_step_ms(problem, plan)
+    milp = build_milp(problem, prefetch_depth=2, horizon_ms=10 * step_ms)
+    assert model_step_ms(milp, plan) == pytest.approx(step_ms, rel=AGREEMENT)
+
+
 @pytest.mark.parametrize(
     "scale", [Scale(size_bytes=2**20), Scale(time_ms=1000.0), Scale(size_bytes=2**33, time_ms=0.1)]
 )
