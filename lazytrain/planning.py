@@ -93,7 +93,7 @@ def choose_plan(
     count = num_microbatches or default_microbatches(profiler.batch, profiler.device)
     num_rows = count_rows(profiler.batch)
     while True:
-        problem = profiler.problem(count)
+        problem = profiler.problem(count, report)
         planned = solve_problem(problem, profiler.without_cpu_updates(problem))
         if planned is not None:
             return planned

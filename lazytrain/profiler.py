@@ -4,6 +4,7 @@ Every time is the median of repeats that fill `floor_s`, on random weights of th
 embed run as the sweep runs them; the update runs over one unit's slabs; copies are of the size of a block.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,8 +54,12 @@ class Profiler:
     _hardware: Hardware | None = field(default=None, repr=False)
     _quiet_link_gbs: float = 0.0  # where the CPU updates nothing
 
-    def problem(self, num_microbatches: int) -> Problem:
-        """Return the planner's problem for a step cut in that many chunks; costs are per chunk."""
+    def problem(self, num_microbatches: int, report: Callable[[str], None] = lambda line: None) -> Problem:
+        """Return the planner's problem for a step cut in that many chunks; costs are per chunk.
+
+        Args:
+            report: called with one line for each phase that takes long.
+        """
         model, dtype = self.model, self.dtype
         timer = Timer(device=self.device, floor_s=self.floor_s)
         part = split_batch(self.batch, num_microbatches)[0]
@@ -67,7 +72,8 @@ class Profiler:
             costs = {}
             for unit in model.blocks:
                 if unit.kind not in costs:
-                    costs[unit.kind] = _profile_block(unit, self.settings, x_btd, ctx, dtype, self.programs, timer)
+                    program = _make_program(unit, self.settings, x_btd, ctx, dtype, self.programs, timer, report)
+                    costs[unit.kind] = _profile_block(unit, self.settings, x_btd, ctx, dtype, program, timer)
             head = _profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
                 self._hardware, self._quiet_link_gbs = self._measure_machine((embed, *costs.values(), head), timer)
@@ -143,7 +149,7 @@ def _end_params(model: Model, device: torch.device, dtype: torch.dtype) -> tuple
     return embed, head | {name: embed[source] for name, source in model.tied.items()}
 
 
-def _profile_block(
+def _make_program(
     unit: Unit,
     settings: AdamWSettings,
     x_btd: Tensor,
@@ -151,14 +157,34 @@ def _profile_block(
     dtype: torch.dtype,
     programs: ProgramCache,
     timer: Timer,
+    report: Callable[[str], None],
+) -> BlockPrograms:
+    """Make a block's programs and run each once, which compiles it: before any is timed, as the device cools down."""
+    start_s = time.perf_counter()
+    params = random_unit_params(unit, timer.device, dtype)
+    program = programs.get(unit.kind, unit.fn, params, x_btd, ctx, layout=settings.layout(unit.params, dtype))
+    dy_btd = torch.randn_like(x_btd) * 1e-3
+    for point in program.points:
+        residuals = program.forward_keep(point.index, params, x_btd, ctx)[1]
+        program.backward(point.index, params, x_btd, ctx, residuals, dy_btd)
+    if programs.compiles:
+        seconds = time.perf_counter() - start_s
+        report(f"compiled {len(program.points)} residual points of {unit.kind!r} in {seconds:.1f} s")
+    return program
+
+
+def _profile_block(
+    unit: Unit,
+    settings: AdamWSettings,
+    x_btd: Tensor,
+    ctx: Context,
+    dtype: torch.dtype,
+    program: BlockPrograms,
+    timer: Timer,
 ) -> UnitCost:
     params = random_unit_params(unit, timer.device, dtype)
     layout = settings.layout(unit.params, dtype)
-    program = programs.get(unit.kind, unit.fn, params, x_btd, ctx, layout=layout)
     dy_btd = torch.randn_like(x_btd) * 1e-3
-    for point in program.points:  # compile all first: the device cools down meanwhile
-        residuals = program.forward_keep(point.index, params, x_btd, ctx)[1]
-        program.backward(point.index, params, x_btd, ctx, residuals, dy_btd)
     timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
     points = tuple(_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     return _unit_cost(unit, layout, x_btd, points, settings, timer)

@@ -178,6 +178,11 @@ class ProgramCache:
         self._options: dict[str, Any] = {"compile": compile, "exact": exact, "budgets": budgets, "compiler": Compiler()}
         self._programs: dict[Hashable, BlockPrograms] = {}
 
+    @property
+    def compiles(self) -> bool:
+        """Return whether programs are compiled: it is wanted and has not failed."""
+        return bool(self._options["compile"] and self._options["compiler"].works)
+
     def get(
         self, kind: str, fn: BlockFunction, params: Params, x: Tensor, ctx: Context, *, layout: UnitLayout
     ) -> BlockPrograms:

@@ -113,7 +113,8 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     if options.problem is not None:
         problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
     else:
-        problem = profiler.problem(options.microbatches or default_microbatches(profiler.batch, device))
+        count = options.microbatches or default_microbatches(profiler.batch, device)
+        problem = profiler.problem(count, say)
         say(f"compiled and profiled in {time.perf_counter() - start_s:.1f} s")
     variants = {"problem": problem, "problem-device-update": profiler.without_cpu_updates(problem)}
     for name, variant in variants.items():
