@@ -94,7 +94,7 @@ def choose_plan(
     num_rows = count_rows(profiler.batch)
     while True:
         problem = profiler.problem(count, report)
-        planned = solve_problem(problem, profiler.without_cpu_updates(problem))
+        planned = solve_problem(problem, problem.without_cpu_updates())
         if planned is not None:
             return planned
         if num_microbatches is not None or count >= num_rows:

@@ -52,7 +52,6 @@ class Profiler:
     allow_cpu_update: bool = True
     allow_device_update: bool = True
     _hardware: Hardware | None = field(default=None, repr=False)
-    _quiet_link_gbs: float = 0.0  # where the CPU updates nothing
 
     def problem(self, num_microbatches: int, report: Callable[[str], None] = lambda line: None) -> Problem:
         """Return the planner's problem for a step cut in that many chunks; costs are per chunk.
@@ -76,7 +75,7 @@ class Profiler:
                     costs[unit.kind] = _profile_block(unit, self.settings, x_btd, ctx, dtype, program, timer)
             head = _profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
-                self._hardware, self._quiet_link_gbs = self._measure_machine((embed, *costs.values(), head), timer)
+                self._hardware = self._measure_machine((embed, *costs.values(), head), timer)
         embed, head, *blocks = (
             with_update_rate(cost, self._hardware.cpu_update_gparams_s)
             for cost in (embed, head, *(replace(costs[unit.kind], name=unit.name) for unit in model.blocks))
@@ -98,15 +97,7 @@ class Profiler:
             train_flops=6.0 * model.num_params * int(tokens),
         )
 
-    def without_cpu_updates(self, problem: Problem) -> Problem | None:
-        """Return the problem in which the CPU updates nothing and copies are faster; None where that is no choice."""
-        if problem.device_is_host or not (problem.allow_cpu_update and problem.allow_device_update):
-            return None
-        link = max(self._quiet_link_gbs, problem.hardware.h2d_gbs)
-        hardware = replace(problem.hardware, h2d_gbs=link, d2h_gbs=link)
-        return replace(problem, hardware=hardware, allow_cpu_update=False)
-
-    def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> tuple[Hardware, float]:
+    def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:
         largest = max(costs, key=lambda cost: cost.num_params)
         unit = next((u for u in self.model.units if u.kind == largest.kind), self.model.blocks[0])
         layout = self.settings.layout(owned_params(self.model, unit), self.dtype)

@@ -116,13 +116,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         count = options.microbatches or default_microbatches(profiler.batch, device)
         problem = profiler.problem(count, say)
         say(f"compiled and profiled in {time.perf_counter() - start_s:.1f} s")
-    variants = {"problem": problem, "problem-device-update": profiler.without_cpu_updates(problem)}
-    for name, variant in variants.items():
-        if variant is not None:
-            (options.out / f"{name}.json").write_text(json.dumps(variant.to_dict()) + "\n", encoding="utf-8")
+    (options.out / "problem.json").write_text(json.dumps(problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in () if options.profile_only else options.plans.split(","):
-        chosen = _choose(name, problem, variants["problem-device-update"])
+        chosen = _choose(name, problem)
         if chosen is None:
             say(f"{name}: {explain_infeasible(problem) if name == 'solved' else 'does not fit, left out'}")
             continue
@@ -265,14 +262,15 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
     )
 
 
-def _choose(name: str, problem: Problem, without_cpu_updates: Problem | None) -> Planned | None:
+def _choose(name: str, problem: Problem) -> Planned | None:
     """Return the plan of that name for the profiled problem; None where it does not fit."""
     if name == "solved":
-        return solve_problem(problem, without_cpu_updates)
+        return solve_problem(problem, problem.without_cpu_updates())
     if name == "cpu-update":
         return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
     if name == "device-update":
-        return solve_problem(without_cpu_updates or replace(problem, allow_cpu_update=False, allow_device_update=True))
+        forced = problem.without_cpu_updates()
+        return solve_problem(forced or replace(problem, allow_cpu_update=False, allow_device_update=True))
     if name.endswith(".json"):
         plan = Plan.load(name)
         plan.validate(problem)

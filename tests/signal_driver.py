@@ -35,7 +35,7 @@ SMALL = (
     "--max-new-tokens", "6", "--save-every", "2", "--max-tokens", "96", "--prompt", "plain", "--no-eval-before",
 )  # fmt: skip
 NUM_ROWS = 80
-TIMES = ("step_s", "tokens_per_s")
+TIMES = ("step_s", "tokens_per_s", "last_account")
 BOUND = re.compile(r"saved within about (\d+) s")
 
 

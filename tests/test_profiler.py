@@ -68,7 +68,23 @@ def test_what_may_not_be_updated_on_one_side_is_not() -> None:
     planned = solve_problem(problem)
     assert planned is not None
     assert {unit.update for unit in planned.plan.blocks} == {"cpu"}
-    assert make_profiler().without_cpu_updates(problem) is None, "on a CPU both share the cores"
+
+
+def test_a_link_that_is_faster_without_cpu_updates_is_a_variant_of_its_own() -> None:
+    problem = make_profiler().problem(1)
+    assert problem.without_cpu_updates() is None, "on a CPU both share the cores"
+    faster = replace(problem, hardware=replace(problem.hardware, h2d_gbs=10.0, d2h_gbs=20.0, quiet_link_gbs=15.0))
+    variant = faster.without_cpu_updates()
+    assert variant is not None
+    assert not variant.allow_cpu_update
+    assert (variant.hardware.h2d_gbs, variant.hardware.d2h_gbs) == (15.0, 20.0)
+    assert variant.without_cpu_updates() is None
+    planned = solve_problem(faster, variant)
+    assert planned is not None
+    others = [solve_problem(faster), solve_problem(variant)]
+    steps = [other.plan.predicted.step_ms for other in others if other is not None and other.plan.predicted is not None]
+    assert planned.plan.predicted is not None
+    assert planned.plan.predicted.step_ms == min(steps)
 
 
 def test_compiling_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
