@@ -179,6 +179,11 @@ class ProgramCache:
         self._programs: dict[Hashable, BlockPrograms] = {}
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return how programs are made, as plain data."""
+        return {name: value for name, value in self._options.items() if name != "compiler"}
+
+    @property
     def compiles(self) -> bool:
         """Return whether programs are compiled: it is wanted and has not failed."""
         return bool(self._options["compile"] and self._options["compiler"].works)
