@@ -24,8 +24,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("lazytrain.recipes.metamathqa", "fine-tune all weights of a model, then measure exact match"),
     "plan": Command("lazytrain.solver.__main__", "plan for a model and a machine that you need not have"),
-    "eval": Command("lazytrain.recipes.eval_model", "measure the exact match of a model directory"),
-    "export": Command("lazytrain.recipes.export_run", "write a model directory from a run's newest checkpoint"),
+    "eval": Command("lazytrain.recipes.model_evaluation", "measure the exact match of a model directory"),
+    "export": Command("lazytrain.recipes.run_export", "write a model directory from a run's newest checkpoint"),
     "verify": Command("lazytrain.store", "compare a run, a checkpoint or a model with its checksums", ("verify",)),
     "doctor": Command("lazytrain.recipes.doctor", "look at this machine: what is missing or slow, and what to do"),
     "bench": Command("lazytrain.recipes.bench", "measure whole training steps of a model's shape"),
