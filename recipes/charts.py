@@ -16,6 +16,8 @@ Points = Sequence[tuple[float, float]]
 MAX_POINTS = 600
 WIDTH, HEIGHT = 1000, 300
 NUM_TICKS = 5
+# Values nearer to each other than this share of them, or to 0 than TINY, are one to a reader.
+FLAT, TINY = 1e-9, 1e-200
 # A bar or a gap narrower than this share of a timeline can't be seen.
 THINNEST = 5e-4
 
@@ -157,14 +159,16 @@ def ticks(low: float, high: float, *, whole: bool = False) -> tuple[list[float],
     Args:
         whole: whole numbers only, and the axis ends where the values do.
     """
-    if not high > low:
-        low, high = low - (abs(low) or 1.0) / 2, low + (abs(low) or 1.0) / 2
+    size = max(abs(low), abs(high))
+    if high - low <= max(TINY, FLAT * size):
+        half = size / 2 if size > TINY else 0.5
+        low, high = low - half, high + half
     raw = (high - low) / NUM_TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
     step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    values = [round(i * step, 12) for i in range(first, last + 1)]
+    values = [float(f"{i * step:.12g}") for i in range(first, last + 1)]
     if whole:
         return [v for v in values if low <= v <= high], (low, high)
     return values, (values[0], values[-1])

@@ -111,7 +111,7 @@ def _loss(rows: Sequence[Mapping[str, Any]]) -> str:
     finite = [(x, y) for x, y in points if abs(y) < float("inf")]
     mean = smooth(finite, max(2, round(SMOOTHED_SHARE * len(finite))))
     skipped = sum(bool(row.get("skipped")) for row in rows)
-    note = f"<p>{skipped:,} steps were skipped: their gradient norm was not finite.</p>" if skipped else ""
+    note = f"<p>Steps skipped, since their gradient norm was not finite: {skipped:,}.</p>" if skipped else ""
     return line_chart("loss", [Series("a step", "faint", points), Series("mean", "main", mean)], x_label="step") + note
 
 
