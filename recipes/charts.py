@@ -7,6 +7,7 @@ classes, so that the page's style chooses them for light and dark.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from typing import NamedTuple
 
 from lazytrain.account import AnySpan
@@ -20,6 +21,8 @@ NUM_TICKS = 5
 FLAT, TINY = 1e-9, 1e-200
 # A bar or a gap narrower than this share of a timeline can't be seen.
 THINNEST = 5e-4
+LEAST_WIDTH = 2e-3
+LOG_FROM = 20
 
 
 class Series(NamedTuple):
@@ -39,12 +42,15 @@ class Bar(NamedTuple):
     title: str
 
 
-def line_chart(label: str, series: Sequence[Series], *, x_label: str, from_zero: bool = False) -> str:
+def line_chart(
+    label: str, series: Sequence[Series], *, x_label: str, from_zero: bool = False, by_ratio: bool = False
+) -> str:
     """Return a chart of lines; points that are not finite are left out.
 
     Args:
         label: what a screen reader says, and the y-axis measures.
         from_zero: begin the y-axis at 0.
+        by_ratio: a logarithmic y-axis, if all values are above 0 and differ by a factor that asks for one.
     """
     thinned = [s._replace(points=thin([p for p in s.points if math.isfinite(p[1])])) for s in series]
     everything = [point for s in thinned for point in s.points]
@@ -52,20 +58,26 @@ def line_chart(label: str, series: Sequence[Series], *, x_label: str, from_zero:
         return '<p class="none">No values.</p>'
     x_ticks, (x0, x1) = ticks(*_extent([x for x, _ in everything]), whole=True)
     y_low, y_high = _extent([y for _, y in everything])
-    y_ticks, (y0, y1) = ticks(0.0 if from_zero else y_low, y_high)
+    is_log = by_ratio and y_low > TINY and y_high / y_low > LOG_FROM
+    scale = math.log10 if is_log else float
+    y_ticks, ends = log_ticks(y_low, y_high) if is_log else ticks(0.0 if from_zero else y_low, y_high)
+    y0, y1 = map(scale, ends)
+
+    def down(y: float) -> float:
+        return 1 - (scale(y) - y0) / (y1 - y0)
 
     def place(point: tuple[float, float]) -> str:
-        x, y = (point[0] - x0) / (x1 - x0) * WIDTH, (1 - (point[1] - y0) / (y1 - y0)) * HEIGHT
-        return f"{x:.1f},{y:.1f}"
+        return f"{(point[0] - x0) / (x1 - x0) * WIDTH:.1f},{down(point[1]) * HEIGHT:.1f}"
 
     grid = "".join(
-        f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in _rows(y_ticks, y0, y1)
+        f'<line class="grid" x1="0" x2="{WIDTH}" y1="{down(y) * HEIGHT:.1f}" y2="{down(y) * HEIGHT:.1f}"/>'
+        for y in y_ticks
     )
     lines = "".join(
         f'<polyline class="line s-{s.style}" points="{" ".join(map(place, s.points))}"/>' for s in thinned if s.points
     )
-    y_labels = "".join(f'<span style="top:{(1 - (t - y0) / (y1 - y0)) * 100:.2f}%">{short(t)}</span>' for t in y_ticks)
-    x_labels = "".join(f'<span style="left:{(t - x0) / (x1 - x0) * 100:.2f}%">{short(t)}</span>' for t in x_ticks)
+    y_labels = "".join(f'<span style="top:{down(t):.2%}">{short(t)}</span>' for t in y_ticks)
+    x_labels = "".join(f'<span style="left:{(t - x0) / (x1 - x0):.2%}">{short(t)}</span>' for t in x_ticks)
     legend = _legend([(s.name, f"s-{s.style}") for s in thinned]) if len(series) > 1 else ""
     return (
         f'<figure class="chart">{legend}<div class="y">{y_labels}</div>'
@@ -83,7 +95,7 @@ def timeline_chart(title: str, spans: Iterable[AnySpan], end_ms: float) -> str:
         bars = join_bars([span for span in kept if span.queue == queue], end_ms)
         shapes = "".join(
             f'<rect class="f-{bar.style}" x="{bar.start_ms / end_ms * WIDTH:.2f}" '
-            f'width="{max((bar.end_ms - bar.start_ms) / end_ms, THINNEST) * WIDTH:.2f}" y="0" height="20">'
+            f'width="{max((bar.end_ms - bar.start_ms) / end_ms, LEAST_WIDTH) * WIDTH:.2f}" y="0" height="20">'
             f"<title>{escape(bar.title)}</title></rect>"
             for bar in bars
         )
@@ -145,11 +157,12 @@ def thin(points: Points, count: int = MAX_POINTS) -> list[tuple[float, float]]:
 
 
 def smooth(points: Points, span: int) -> list[tuple[float, float]]:
-    """Return the running mean of the last `span` points at each point."""
-    made, total = [], 0.0
-    for index, (x, y) in enumerate(points):
-        total += y - (points[index - span][1] if index >= span else 0.0)
-        made.append((x, total / min(index + 1, span)))
+    """Return the mean of up to `span` points on either side of each point, fewer near the ends."""
+    sums = [0.0, *accumulate(y for _, y in points)]
+    made = []
+    for index, (x, _) in enumerate(points):
+        reach = min(span, index, len(points) - 1 - index)
+        made.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
     return made
 
 
@@ -174,6 +187,18 @@ def ticks(low: float, high: float, *, whole: bool = False) -> tuple[list[float],
     return values, (values[0], values[-1])
 
 
+def log_ticks(low: float, high: float) -> tuple[list[float], tuple[float, float]]:
+    """Return values of 1, 2 or 5 times a power of ten within [low, high], and the axis' ends.
+
+    Where that is too many, powers of ten alone, or every second or third of them.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, -(-(last - first) // (2 * NUM_TICKS)))
+    powers = [10.0**i for i in range(first, last + 1, every)]
+    factors = (1, 2, 5) if last - first <= NUM_TICKS - 2 else (1,)
+    return [v for power in powers for m in factors if low <= (v := m * power) <= high], (low, high)
+
+
 def short(value: float) -> str:
     """Return a number in a few characters: 1.2k, 35, 0.05."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -184,10 +209,6 @@ def short(value: float) -> str:
 
 def _extent(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
-
-
-def _rows(values: Sequence[float], low: float, high: float) -> list[float]:
-    return [(1 - (value - low) / (high - low)) * HEIGHT for value in values]
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:

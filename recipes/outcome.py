@@ -22,8 +22,6 @@ from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.explanation import format_plan
 from lazytrain.solver.simulator import simulate
 
-GIB = 2**30
-
 
 def describe_plan(planned: Planned, job: Job) -> Iterator[str]:
     """Yield the lines that a run prints before it starts: the plan, use per tier, speed and time."""
@@ -37,8 +35,8 @@ def describe_plan(planned: Planned, job: Job) -> Iterator[str]:
         f"{job.num_steps:,} steps in at most {duration(job.num_steps * seconds)}"
     )
     yield (
-        f"will use: device {predicted.device_peak_bytes / GIB:.2f} GiB, host {predicted.host_bytes / GIB:.2f} GiB, "
-        f"NVMe {predicted.nvme_bytes / GIB:.2f} GiB"
+        f"will use: device {format_bytes(predicted.device_peak_bytes)}, host {format_bytes(predicted.host_bytes)}, "
+        f"NVMe {format_bytes(predicted.nvme_bytes)}"
     )
 
 

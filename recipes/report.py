@@ -17,7 +17,7 @@ from lazytrain.solver.plan import UnitPlan, find_runs
 from lazytrain.solver.problem import UnitCost
 
 MIB, GIB = 2**20, 2**30
-SMOOTHED_SHARE = 0.03
+SMOOTHED_SHARE = 0.015
 SHOWN = {"correct": 4, "wrong": 4, "no_answer": 2}
 MAX_TEXT = 3000
 # A page that tries to load or run anything is stopped by the browser itself.
@@ -109,10 +109,11 @@ def _summary(report: RunReport) -> str:
 def _loss(rows: Sequence[Mapping[str, Any]]) -> str:
     points = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), int | float)]
     finite = [(x, y) for x, y in points if abs(y) < float("inf")]
-    mean = smooth(finite, max(2, round(SMOOTHED_SHARE * len(finite))))
+    mean = smooth(finite, max(1, round(SMOOTHED_SHARE * len(finite))))
     skipped = sum(bool(row.get("skipped")) for row in rows)
     note = f"<p>Steps skipped, since their gradient norm was not finite: {skipped:,}.</p>" if skipped else ""
-    return line_chart("loss", [Series("a step", "faint", points), Series("mean", "main", mean)], x_label="step") + note
+    lines = [Series("a step", "faint", points), Series("mean", "main", mean)]
+    return line_chart("loss", lines, x_label="step", by_ratio=True) + note
 
 
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lazytrain.account import Account
 from lazytrain.lanes import Span
 from lazytrain.planning import Planned
-from lazytrain.recipes.charts import HEIGHT, WIDTH, Series, join_bars, line_chart, short, smooth, thin, ticks
+from lazytrain.recipes.charts import HEIGHT, WIDTH, Series, join_bars, line_chart, log_ticks, short, smooth, thin, ticks
 from lazytrain.recipes.outcome import Tier
 from lazytrain.recipes.report import RunReport, format_report, write_report
 from lazytrain.recipes.rows import Row
@@ -159,9 +159,15 @@ def test_a_long_timeline_stays_small() -> None:
     ]
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
-def test_points_stay_inside_the_chart(values: list[float]) -> None:
-    chart = line_chart("y", [Series("y", "main", list(enumerate(values)))], x_label="x")
+@given(
+    st.one_of(
+        st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50),
+        st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=50),
+    ),
+    st.booleans(),
+)
+def test_points_stay_inside_the_chart(values: list[float], by_ratio: bool) -> None:
+    chart = line_chart("y", [Series("y", "main", list(enumerate(values)))], x_label="x", by_ratio=by_ratio)
     places = re.search(r'points="([^"]*)"', chart)[1].split()
     assert len(places) == len(values)
     for place in places:
@@ -180,12 +186,21 @@ def test_ticks_are_few_round_and_cover(low: float, size: float, whole: bool) -> 
     assert last >= high - 1e-6 * (abs(high) + size)
 
 
+@given(st.floats(1e-9, 1e6), st.floats(20.1, 1e12))
+def test_log_ticks_are_few_and_inside(low: float, factor: float) -> None:
+    values, ends = log_ticks(low, low * factor)
+    assert ends == (low, low * factor)
+    assert 1 <= len(values) <= 12
+    assert values == sorted(set(values))
+    assert all(low <= value <= low * factor for value in values)
+
+
 def test_thinning_and_smoothing_keep_the_mean() -> None:
     points = [(float(i), float(i % 7)) for i in range(5000)]
     thinned = thin(points, 500)
     assert len(thinned) == 500
     assert math.isclose(sum(y for _, y in thinned) / 500, sum(y for _, y in points) / 5000)
-    assert [y for _, y in smooth([(0, 1.0), (1, 3.0), (2, 5.0)], 2)] == [1.0, 2.0, 4.0]
+    assert [y for _, y in smooth([(0, 1.0), (1, 6.0), (2, 5.0), (3, 1.0)], 2)] == [1.0, 4.0, 4.0, 1.0]
     assert [short(v) for v in (0.05, 35, 1234, 2.5e6)] == ["0.05", "35", "1.23k", "2.5M"]
 
 
