@@ -196,6 +196,12 @@ def available_host_bytes(limit_bytes: int | None = None, *, root: Path = Path("/
     return max(0, min(rooms))
 
 
+def host_memory_limits(*, root: Path = Path("/")) -> tuple[int, int | None]:
+    """Return the machine's MemTotal and the least cgroup limit on this process (None = none), in bytes."""
+    limits = [limit[0] for group in _cgroup_dirs(root) if (limit := _cgroup_limit(group)) is not None]
+    return _read_fields(root / "proc/meminfo").get("MemTotal", 0) * 1024, min(limits, default=None)
+
+
 def _cgroup_dirs(root: Path) -> list[Path]:
     """Return this process's memory cgroups and their ancestors: a limit may be set on any of them."""
     directories = []

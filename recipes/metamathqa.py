@@ -1,20 +1,23 @@
 """Fine-tune all weights of a model on math problems, then measure exact match.
 
-    python -m lazytrain.recipes.metamathqa                                 the embedded default, a few minutes
-    python -m lazytrain.recipes.metamathqa --model DIR --data FILE         your model, your rows
+    lazytrain train                                 the embedded default, a few minutes
+    lazytrain train --model DIR --data FILE         your model, your rows
 
-prepare -> profile and plan -> train -> checkpoint, model directory -> exact match -> picture, measured beside predicted
+prepare -> profile and plan -> train -> checkpoint, model directory -> exact match -> report, measured beside predicted
 """
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from lazytrain.errors import LazyTrainError
+from lazytrain.errors import ConfigError, LazyTrainError
+from lazytrain.export import check_target
 from lazytrain.lanes import Span
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
@@ -22,14 +25,17 @@ from lazytrain.planning import Planned, choose_plan, default_limits, plan_from_f
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
 from lazytrain.progress import progress_bar
+from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate
 from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
-from lazytrain.recipes.outcome import describe_plan, write_outcome
+from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
+from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
 from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
 from lazytrain.signals import GracefulStop
+from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.errors import PlannerError
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
 
@@ -43,8 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the recipe; return the process's exit code."""
     try:
         options = parse_options(arguments)
-        options.out.mkdir(parents=True, exist_ok=True)
+        if options.print_config:
+            print(effective_config(options), end="")
+            return 0
+        check_trackers(options)
         bound = Bound()
+        if options.dry_run:
+            with GracefulStop(bound.seconds) as stop, stop.at_once():
+                print(try_run(options, lambda line: print(line, file=sys.stderr, flush=True)), end="")
+            return stop.exit_code
+        options.out.mkdir(parents=True, exist_ok=True)
         with RunLock(options.out), GracefulStop(bound.seconds) as stop:
             run(options, stop, bound)
         return stop.exit_code
@@ -65,47 +79,82 @@ class Bound:
         return None if self.step_s is None else 2 * self.step_s + self.checkpoint_bytes / SLOW_DISK_BYTES_S + 1.0
 
 
+class Setup(NamedTuple):
+    """What stands when the plan does."""
+
+    job: Job
+    device: torch.device
+    dtype: torch.dtype
+    optimizer: Optimizer
+    programs: ProgramCache
+    planned: Planned
+
+
 def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     """Do all stages of the run in order; a signal ends it between two of them, or between two steps."""
     say = print_line
     with stop.at_once():
-        job = prepare(options, say)
-        device, dtype = choose_device(options)
-        plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
-        optimizer = make_optimizer(options, job)
-        programs = make_programs(options, device)
-        planned = make_plan(options, job, optimizer, device, dtype, programs, say)
-        for line in describe_plan(planned, job):
-            say(line)
+        setup = set_up(options, say)
+        job, device, planned = setup.job, setup.device, setup.planned
         planned.plan.save(options.out / "plan.json")
+        (options.out / "options.toml").write_text(effective_config(options), encoding="utf-8")
         if options.plan_only:
             return
         step = make_train_step(
             job.model,
-            optimizer,
+            setup.optimizer,
             planned.plan,
             device=device,
-            dtype=dtype,
+            dtype=setup.dtype,
             spill_dir=options.spill_dir,
-            programs=programs,
+            programs=setup.programs,
         )
+        before_bytes = resident_host_bytes()
         state = start(options, job, step, say)
     bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
     bound.checkpoint_bytes = sum(unit.weight_bytes + unit.state_bytes for unit in planned.problem.units)
-    before = None
-    if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
-        before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    state, spans = train(options, job, step, state, stop)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    save_state(state, options.out, meta=run_meta(options, job))
-    if stop.requested:
-        say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
-        return
-    export_state(state, job.model_dir, options.out / "model")
-    after = evaluate(state, job, options, "after training", options.out / "samples.jsonl", stop)
-    write_outcome(options.out, planned, spans, before, after, peak, say)
+    with open_trackers(options, first_step=state.step, config=effective_values(options)) as trackers:
+        before = None
+        if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
+            before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        state, spans = train(options, job, step, state, stop, trackers)
+        tiers = measure_tiers(planned, state.engine, device, before_bytes)
+        save_state(state, options.out, meta=run_meta(options, job))
+        if stop.requested:
+            say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
+            return
+        export_state(state, job.model_dir, options.out / "model")
+        after = evaluate(state, job, options, "after training", options.out / "samples.jsonl", stop)
+        scores = {name: score for name, score in (("before", before), ("after", after)) if score is not None}
+        trackers.log(state.step, {f"exact_match/{name}": score.exact_match for name, score in scores.items()})
+    write_outcome(options.out, planned, spans, scores, tiers, say)
+
+
+def try_run(options: Options, say: Callable[[str], None]) -> str:
+    """Do everything up to the plan and return it as JSON; write nothing (what has to be a file is a temporary one)."""
+    if options.spill_dir is not None and not options.spill_dir.is_dir():
+        raise ConfigError(f"--dry-run makes no directory, and --spill-dir {options.spill_dir} is none. Make it first.")
+    check_target(options.out / "model", options.model)
+    with tempfile.TemporaryDirectory(prefix="lazytrain-dry-run-") as scratch:
+        planned = set_up(replace(options, out=Path(scratch)), say).planned
+        path = Path(scratch) / "plan.json"
+        planned.plan.save(path)
+        return path.read_text(encoding="utf-8")
+
+
+def set_up(options: Options, say: Callable[[str], None]) -> Setup:
+    """Read model and data, check where the model will be written, profile and plan."""
+    job = prepare(options, say)
+    device, dtype = choose_device(options)
+    plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
+    optimizer = make_optimizer(options, job)
+    programs = make_programs(options, device)
+    planned = make_plan(options, job, optimizer, device, dtype, programs, say)
+    for line in describe_plan(planned, job):
+        say(line)
+    return Setup(job, device, dtype, optimizer, programs, planned)
 
 
 def choose_device(options: Options) -> tuple[torch.device, torch.dtype]:
@@ -198,11 +247,11 @@ def run_meta(options: Options, job: Job) -> dict[str, Any]:
 
 
 def train(
-    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop
+    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop, trackers: Trackers
 ) -> tuple[TrainState, tuple[Span, ...]]:
     """Take the remaining steps; return the last state and the trace of one step."""
     spans: tuple[Span, ...] = ()
-    first = state.step
+    first, num_params = state.step, job.model.num_params
     with (
         MetricsFile(options.out / "metrics.jsonl", first_step=first) as metrics_file,
         progress_bar("training", job.num_steps, unit="steps", initial=first) as bar,
@@ -214,10 +263,10 @@ def train(
             state, metrics = step(state, batch)
             if traced:
                 spans = state.engine.read_step()
-            metrics_file.write(metrics, counts, batch)
+            trackers.log_row(metrics_file.write(metrics, counts, batch, num_params=num_params))
             if metrics.skipped:
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
-            bar.advance(note=describe_metrics(metrics, counts))
+            bar.advance(note=describe_metrics(metrics, counts, num_params=num_params))
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
                 save_state(state, options.out, meta=run_meta(options, job))
     return state, spans

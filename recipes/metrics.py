@@ -22,8 +22,14 @@ class MetricsFile:
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, metrics: StepMetrics, counts: TokenCounts, batch: Mapping[str, Tensor]) -> None:
-        """Append one step."""
+    def write(
+        self, metrics: StepMetrics, counts: TokenCounts, batch: Mapping[str, Tensor], *, num_params: int = 0
+    ) -> dict[str, Any]:
+        """Append one step; return its line.
+
+        Args:
+            num_params: of the model, for its TFLOP/s; 0 = unknown.
+        """
         account = metrics.last_account
         row = metrics._asdict() | {
             "last_account": None if account is None else {k: round(ms, 3) for k, ms in account._asdict().items()},
@@ -31,9 +37,13 @@ class MetricsFile:
             "padding_tokens": counts.padding_tokens,
             "shape": list(batch["tokens_bt"].shape),
             "tokens_per_s": counts.real_tokens / metrics.step_s,
+            "padded_tokens_per_s": (counts.real_tokens + counts.padding_tokens) / metrics.step_s,
         }
+        if num_params:
+            row["model_tflops"] = model_tflops(num_params, counts, metrics.step_s)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        return row
 
     def __enter__(self) -> Self:
         return self
@@ -57,8 +67,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def describe_metrics(metrics: StepMetrics, counts: TokenCounts) -> str:
-    """Return loss, norm, rate, speed and what bounds a step in a few words."""
+def model_tflops(num_params: int, counts: TokenCounts, step_s: float) -> float:
+    """Return 6 x parameters x real tokens a second, in 1e12: neither padding nor recomputing counts as work."""
+    return 6 * num_params * counts.real_tokens / step_s / 1e12
+
+
+def describe_metrics(metrics: StepMetrics, counts: TokenCounts, *, num_params: int = 0) -> str:
+    """Return loss, norm before clipping, rate, speed (of real tokens, and with padding) and what bounds a step."""
     rate = counts.real_tokens / metrics.step_s
-    note = f"loss {metrics.loss:.4f}, norm {metrics.grad_norm:.2f}, lr {metrics.lr:.2e}, {rate:,.0f} tokens/s"
+    speed = f"{rate:,.0f} tokens/s"
+    if counts.padding_tokens:
+        speed += f" ({(counts.real_tokens + counts.padding_tokens) / metrics.step_s:,.0f} with padding)"
+    if num_params:
+        speed += f", {model_tflops(num_params, counts, metrics.step_s):.3g} TFLOP/s"
+    note = f"loss {metrics.loss:.4f}, norm {metrics.grad_norm:.2f}, lr {metrics.lr:.2e}, {speed}"
     return note if metrics.last_account is None else f"{note}, bound by {metrics.last_account.bound}"

@@ -3,21 +3,24 @@
 import json
 import resource
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from lazytrain.engine import Engine
 from lazytrain.lanes import Span
 from lazytrain.planning import Planned
 from lazytrain.progress import duration
 from lazytrain.recipes.metrics import read_metrics
 from lazytrain.recipes.pictures import draw_run
 from lazytrain.recipes.preparation import Job
+from lazytrain.recipes.report import RunReport, format_bytes, write_report
 from lazytrain.recipes.scoring import Score
+from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.explanation import format_plan
 from lazytrain.solver.simulator import simulate
-
-GIB = 2**30
 
 
 def describe_plan(planned: Planned, job: Job) -> Iterator[str]:
@@ -32,24 +35,54 @@ def describe_plan(planned: Planned, job: Job) -> Iterator[str]:
         f"{job.num_steps:,} steps in at most {duration(job.num_steps * seconds)}"
     )
     yield (
-        f"will use: device {predicted.device_peak_bytes / GIB:.2f} GiB, host {predicted.host_bytes / GIB:.2f} GiB, "
-        f"NVMe {predicted.nvme_bytes / GIB:.2f} GiB"
+        f"will use: device {format_bytes(predicted.device_peak_bytes)}, host {format_bytes(predicted.host_bytes)}, "
+        f"NVMe {format_bytes(predicted.nvme_bytes)}"
     )
+
+
+class Tier(NamedTuple):
+    """The bytes of one tier: by the plan, in the run (None where nobody counts), and what the plan may fill."""
+
+    name: str
+    planned_bytes: int
+    measured_bytes: int | None
+    budget_bytes: int
+
+
+def measure_tiers(planned: Planned, engine: Engine, device: torch.device, host_before_bytes: int) -> list[Tier]:
+    """Return memory per tier after the last step, beside the plan; a run on the CPU has its "device" in the host's.
+
+    Args:
+        host_before_bytes: in RAM before the weights were placed: Python, torch, the data.
+    """
+    predicted, hardware = planned.plan.predicted, planned.problem.hardware
+    assert predicted is not None
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    host = max(0, resident_host_bytes() - host_before_bytes)
+    tiers = [
+        Tier("device", predicted.device_peak_bytes, peak, hardware.device_memory_bytes),
+        Tier("host", predicted.host_bytes, host, hardware.host_memory_bytes),
+    ]
+    if planned.problem.device_is_host:
+        tiers = [tiers[1]._replace(planned_bytes=predicted.device_peak_bytes + predicted.host_bytes)]
+    if planned.problem.allow_nvme:
+        spilled = engine.spill.reserved_bytes if engine.spill is not None else 0
+        tiers.append(Tier("NVMe", predicted.nvme_bytes, spilled, hardware.nvme_bytes))
+    return tiers
 
 
 def write_outcome(
     out: Path,
     planned: Planned,
     spans: Sequence[Span],
-    before: Score | None,
-    after: Score | None,
-    peak: int | None,
+    scores: Mapping[str, Score],
+    tiers: Sequence[Tier],
     say: Callable[[str], None],
 ) -> None:
-    """Write `outcome.json` and `run.png`, and print measured beside predicted and the exact match.
+    """Write `outcome.json`, `run.png` and `report.html`; print measured beside predicted and the exact match.
 
     Args:
-        peak: bytes that training had allocated on the device at most; None where nobody counts.
+        scores: "before", "after" -> exact match, where it was measured.
     """
     rows = read_metrics(out / "metrics.jsonl")
     predicted = planned.plan.predicted
@@ -57,20 +90,25 @@ def write_outcome(
     measured_ms = _measured_step_ms(rows)
     outcome: dict[str, Any] = {
         "step_ms": {"predicted": predicted.step_ms, "measured": measured_ms},
-        "device_peak_bytes": {"predicted": predicted.device_peak_bytes, "measured": peak},
+        "device_peak_bytes": {
+            "predicted": predicted.device_peak_bytes,
+            "measured": next((tier.measured_bytes for tier in tiers if tier.name == "device"), None),
+        },
         "host_peak_rss_bytes": {
             "predicted": predicted.host_bytes,
             "measured": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         },
-        "exact_match": {name: _score(score) for name, score in (("before", before), ("after", after))},
+        "tiers": {tier.name: {k: v for k, v in tier._asdict().items() if k != "name"} for tier in tiers},
+        "exact_match": {name: _score(scores.get(name)) for name in ("before", "after")},
         "final_loss": statistics.fmean(row["loss"] for row in rows[-20:]) if rows else None,
     }
     (out / "outcome.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+    timeline = simulate(planned.problem, planned.plan).timeline
     if rows and measured_ms is not None:
         draw_run(
             out / "run.png",
             [(row["step"], row["loss"]) for row in rows],
-            simulate(planned.problem, planned.plan).timeline,
+            timeline,
             spans,
             predicted_ms=predicted.step_ms,
             measured_ms=measured_ms,
@@ -79,12 +117,31 @@ def write_outcome(
             f"step of the largest shape: predicted {predicted.step_ms:.1f} ms, measured {measured_ms:.1f} ms "
             f"({measured_ms / predicted.step_ms - 1:+.1%})"
         )
-    if peak is not None:
-        say(f"device peak: predicted {predicted.device_peak_bytes / GIB:.2f} GiB, measured {peak / GIB:.2f} GiB")
-    for name, score in (("before training", before), ("after training", after)):
-        if score is not None:
-            say(f"{name}: {score.describe()}")
-    say(f"run directory: {out}")
+    for tier in tiers:
+        say(describe_tier(tier))
+    for name, score in scores.items():
+        say(f"{name} training: {score.describe()}")
+    report = RunReport(
+        name=out.resolve().name,
+        rows=rows,
+        planned=planned,
+        timeline=timeline,
+        spans=spans,
+        measured_ms=measured_ms,
+        tiers=tiers,
+        scores=scores,
+    )
+    write_report(out / "report.html", report)
+    say(f"run directory: {out} (report.html shows all of this)")
+
+
+def describe_tier(tier: Tier) -> str:
+    """Return one line on a tier's memory."""
+    measured = "not counted" if tier.measured_bytes is None else format_bytes(tier.measured_bytes)
+    return (
+        f"{tier.name} memory: planned {format_bytes(tier.planned_bytes)}, measured {measured}, "
+        f"of {format_bytes(tier.budget_bytes)} that the plan may fill"
+    )
 
 
 def _measured_step_ms(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--steps", "6", "--batch-size", "8", "--eval-limit", "6", "--eval-batch-size", "3", "--max-new-tokens", "6")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 DEADLINE_S = 180
-TIMES = ("step_s", "tokens_per_s", "last_account")
+TIMES = ("step_s", "tokens_per_s", "padded_tokens_per_s", "model_tflops", "last_account")
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -65,7 +65,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 
 def test_a_run_leaves_all_that_it_promises(straight: tuple[Path, str, str]) -> None:
     out, stdout, _ = straight
-    for name in ("plan.json", "metrics.jsonl", "samples.jsonl", "outcome.json", "run.png"):
+    for name in (
+        "plan.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "outcome.json",
+        "run.png",
+        "report.html",
+        "options.toml",
+    ):
         assert (out / name).stat().st_size > 0, name
     model = {path.name for path in (out / "model").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= model
