@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -51,11 +52,14 @@ class EncodeReport(NamedTuple):
 class Encoded:
     """Samples as one array: sample i is `tokens[offsets[i]:offsets[i + 1]]`, its first `prompt_lengths[i]` untrained.
 
+    Of what follows the prompt everything is trained, or what `trained` says (the later turns of a chat).
+
     Attributes:
         tokens: int32 (num_tokens).
         offsets: int64 (num_samples + 1).
         prompt_lengths: int32 (num_samples).
         pad_id: what fills the rows of a batch.
+        trained: bool (num_tokens), or None = all of them; a prompt's own tokens are not, whatever it says.
     """
 
     tokens: NDArray[np.int32]
@@ -63,6 +67,7 @@ class Encoded:
     prompt_lengths: NDArray[np.int32]
     pad_id: int
     report: EncodeReport
+    trained: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -71,6 +76,21 @@ class Encoded:
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each sample, EOS included."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def target_counts(self) -> NDArray[np.int64]:
+        """Return the trained tokens of each sample; the first token of all has nothing before it to be told from."""
+        counts = self.lengths - np.maximum(self.prompt_lengths, 1)
+        if self.trained is not None:
+            counts = np.array([self.trained_of(i)[1:].sum() for i in range(len(self))], dtype=np.int64)
+        return counts
+
+    def trained_of(self, index: int) -> NDArray[np.bool_]:
+        """Return which tokens of one sample are trained, bool (its length)."""
+        first, last = self.offsets[index : index + 2]
+        trained = np.ones(last - first, dtype=np.bool_) if self.trained is None else self.trained[first:last].copy()
+        trained[: self.prompt_lengths[index]] = False
+        return trained
 
     def example(self, index: int) -> Example:
         """Return one sample."""
