@@ -122,6 +122,7 @@ def prepare(options: Options, say: Callable[[str], None]) -> Job:
     stream = BatchStream(
         encoded,
         batch_size=settings.batch_size,
+        seq_tokens=settings.max_tokens if options.packing else None,  # lines as long as the longest sample fill badly
         seed=options.seed,
         packing=options.packing,
         group_by_length=options.group_by_length,
