@@ -18,6 +18,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Context], Tensor]
 # The widest head that CUDA's flash kernels take, and what a head must be a multiple of where torch does not pad it.
 MAX_FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8
+MIN_FLASH_CAPABILITY = (8, 0)
 
 
 def causal_attention(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor, ctx: Context) -> Tensor:
@@ -69,10 +70,11 @@ def _attend_by_lengths(q_nhk: Tensor, k_ngk: Tensor, v_ngk: Tensor, bounds_s: Te
 
 
 def takes_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention of many lengths has a kernel: CUDA's, in 16 bits, and not ROCm's."""
+    """Return whether attention of many lengths has a kernel: CUDA's from capability 8.0 on, in 16 bits, not ROCm's."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= MIN_FLASH_CAPABILITY
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim <= MAX_FLASH_HEAD_DIM
         and head_dim % FLASH_HEAD_MULTIPLE == 0

@@ -118,7 +118,8 @@ def test_bounds_are_those_of_the_segments_for_every_cut_in_microbatches() -> Non
             assert not places_n[torch.tensor(starts[:-1])].any()
 
 
-def test_who_attends_by_lengths() -> None:
+def test_who_attends_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     takes = partial(takes_lengths, cuda)
     assert takes(torch.bfloat16, 128)
@@ -127,6 +128,8 @@ def test_who_attends_by_lengths() -> None:
     assert not takes(torch.bfloat16, 264)
     assert not takes(torch.bfloat16, 20)
     assert not takes_lengths(cpu, torch.bfloat16, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not takes(torch.float16, 64)
 
 
 def test_block_that_attends_by_lengths_can_be_traced_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
