@@ -1,7 +1,7 @@
 """Encode rows into one flat array of tokens, and report what had to be dropped and how long the samples are."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -110,6 +110,7 @@ def encode_rows(
     max_tokens: int,
     too_long: Literal["drop", "truncate"] = "drop",
     vocab_size: int | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Encoded:
     """Encode rows, each as prompt, response and EOS, or as the chat template has it.
 
@@ -118,6 +119,7 @@ def encode_rows(
         too_long: whether a longer response is dropped, or cut (it then has no EOS). A row whose prompt leaves no room
             for one token of the response is dropped either way.
         vocab_size: rows of the model's embedding, to check token ids against; None = no check.
+        progress: called with the number of rows done since its last call.
 
     Raises:
         DataError: no row is left (raise --max-tokens), or a token has no row in the embedding.
@@ -126,8 +128,11 @@ def encode_rows(
     """
     kept = _Kept(max_tokens, too_long)
     for start in range(0, len(rows), _CHUNK_ROWS):
-        for example in _encode_chunk(rows[start : start + _CHUNK_ROWS], tokenizer, special, prompt):
+        chunk = rows[start : start + _CHUNK_ROWS]
+        for example in _encode_chunk(chunk, tokenizer, special, prompt):
             kept.add(example)
+        if progress is not None:
+            progress(len(chunk))
     if not kept.tokens:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.dropped.items())
         remedy = (

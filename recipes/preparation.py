@@ -10,6 +10,7 @@ from torch import Tensor
 from lazytrain.base import Model
 from lazytrain.configuration import ModelConfig, load_config
 from lazytrain.errors import ConfigError, DataError
+from lazytrain.progress import progress_bar
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.default_model import DefaultRun, write_default_model
@@ -109,15 +110,17 @@ def prepare(options: Options, say: Callable[[str], None]) -> Job:
         prompt = get_prompt(settings.prompt)
     train, held_out = _load_rows(options, train_source, eval_source, say)
     config.check_sequence_length(settings.max_tokens)
-    encoded = encode_rows(
-        train,
-        tokenizer,
-        special,
-        prompt,
-        max_tokens=settings.max_tokens,
-        too_long=options.too_long,  # type: ignore[arg-type]
-        vocab_size=config.vocab_size,
-    )
+    with progress_bar("encoding", len(train), unit="rows") as bar:
+        encoded = encode_rows(
+            train,
+            tokenizer,
+            special,
+            prompt,
+            max_tokens=settings.max_tokens,
+            too_long=options.too_long,  # type: ignore[arg-type]
+            vocab_size=config.vocab_size,
+            progress=bar.advance,
+        )
     say(f"data: {encoded.report.describe()}")
     stream = BatchStream(
         encoded,
