@@ -24,7 +24,10 @@ _SEVERAL_TURNS = "of several turns, which need --prompt chat"
 
 
 class EncodeReport(NamedTuple):
-    """What became of the rows; lengths and counts in tokens, EOS included."""
+    """What became of the rows; lengths and counts in tokens, EOS included.
+
+    `length_percentiles` are of all rows before any was dropped as too long or cut, to choose `max_tokens` by.
+    """
 
     num_rows: int
     num_used: int
@@ -48,7 +51,8 @@ class EncodeReport(NamedTuple):
             parts.append(f"cut {self.num_truncated:,} rows at {self.max_tokens:,} tokens")
         lengths = ", ".join(f"{q}%: {length:,}" for q, length in self.length_percentiles.items())
         parts.append(f"{self.num_used:,} rows, {self.num_tokens:,} tokens, {self.num_targets:,} targets")
-        return "; ".join([*parts, f"lengths up to {lengths}"])
+        which = "lengths before that" if self.dropped or self.num_truncated else "lengths"
+        return "; ".join([*parts, f"{which} up to {lengths}"])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,7 +149,7 @@ def encode_rows(
     tokens_n = np.concatenate(kept.tokens)
     _check_ids(tokens_n, tokenizer, vocab_size)
     lengths = np.array([len(tokens) for tokens in kept.tokens], dtype=np.int64)
-    percentiles = np.percentile(lengths, PERCENTILES, method="higher").tolist()
+    percentiles = np.percentile(kept.all_lengths, PERCENTILES, method="higher").tolist()
     report = EncodeReport(
         num_rows=len(rows),
         num_used=len(lengths),
@@ -197,6 +201,7 @@ class _Kept:
         self.tokens: list[NDArray[np.int32]] = []
         self.trained: list[NDArray[np.bool_]] = []
         self.prompt_lengths: list[int] = []
+        self.all_lengths: list[int] = []
         self.dropped: Counter[str] = Counter()
         self.num_truncated = self.num_targets = 0
         self.has_gaps = False
@@ -206,6 +211,7 @@ class _Kept:
         if isinstance(example, str):
             self.dropped[example] += 1
             return
+        self.all_lengths.append(len(example.tokens))
         trained = np.ones(min(len(example.tokens), self.max_tokens), dtype=np.bool_)
         if isinstance(example, Example):
             trained[: example.prompt_tokens] = False
