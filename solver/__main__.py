@@ -24,6 +24,7 @@ from lazytrain.solver.models import KNOWN_MODELS, load_shapes
 from lazytrain.solver.problem import MAX_BYTES, Hardware, Problem, check_number
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
+from lazytrain.solver.traces import write_trace
 
 SIZE_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 SIZE_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -57,13 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_screening(screened))
     if options.explain:
         print(format_gains(find_gains(problem, result.plan, time_limit_s=options.time_limit)))
-    if options.json is not None:
-        try:
+    try:
+        if options.json is not None:
             result.plan.save(options.json)
-        except OSError as error:
-            print(f"error: {options.json} can't be written: {error}", file=sys.stderr)
-            return 2
-        print(f"plan written to {options.json}")
+            print(f"plan written to {options.json}")
+        if options.trace is not None:
+            write_trace(options.trace, problem, result.plan, played)
+            print(f"trace written to {options.trace}; open it in ui.perfetto.dev or chrome://tracing")
+    except OSError as error:
+        print(f"error: {error.filename} can't be written: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -93,6 +97,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
     parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")
     parser.add_argument("--json", type=Path, help="write the plan here")
+    parser.add_argument("--trace", type=Path, help="write the predicted step here, for Perfetto")
     return parser.parse_args(arguments)
 
 
