@@ -47,9 +47,7 @@ def test_spans_of_a_queue_do_not_overlap(tmp_path: Path) -> None:
         assert all(end <= start + 2 * ROUNDING_US for (_, end), (start, _) in zip(row, row[1:]))
 
 
-def test_command_writes_a_trace_or_says_in_a_line_why_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_a_trace_or_says_in_a_line_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     assert main([*COMMAND, "--trace", str(path)]) == 0
     assert any(event["name"] == "backward" for event in json.loads(path.read_text())["traceEvents"])
