@@ -1,4 +1,4 @@
-"""A predicted step as a trace file for chrome://tracing or ui.perfetto.dev: one thread a queue, and the device's memory.
+"""A predicted step as a trace for chrome://tracing or ui.perfetto.dev: one thread a queue, and the device's memory.
 
 The trace event format: `X` is a complete event, `C` a counter, `M` a name; times in microseconds. 0 is when the norm of
 the step before is known. What is still under way then (stores of grads, loads for the next step) runs on past the end.

@@ -1,7 +1,8 @@
 """Random small instances: every plan is tried, and the planner's answer is the best; the model says what the simulator
 says; the bound holds.
 
-`LAZYTRAIN_INSTANCES=240` tries that many instead of the few that are fast (`python -m pytest tests/test_solver_brute_force.py`).
+`LAZYTRAIN_INSTANCES=240 python -m pytest tests/test_solver_brute_force.py` tries that many instead of the few that are
+fast.
 """
 
 import os

@@ -1,6 +1,7 @@
 """The predicted step as a trace: every span of the timeline, in microseconds, and the device's memory beside it."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_spans_of_a_queue_do_not_overlap(tmp_path: Path) -> None:
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     for tid in {event["tid"] for event in spans}:
         row = sorted((event["ts"], event["ts"] + event["dur"]) for event in spans if event["tid"] == tid)
-        assert all(end <= start + 2 * ROUNDING_US for (_, end), (start, _) in zip(row, row[1:]))
+        assert all(end <= start + 2 * ROUNDING_US for (_, end), (start, _) in pairwise(row))
 
 
 def test_command_writes_a_trace_or_says_in_a_line_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
