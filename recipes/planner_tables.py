@@ -23,7 +23,7 @@ from lazytrain.solver.memory import GIB
 from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.planning import Result, solve
 from lazytrain.solver.problem import Hardware, Problem
-from lazytrain.solver.shortage import count_missing_bytes
+from lazytrain.solver.shortage import count_missing_bytes, find_least_shortage
 from lazytrain.solver.simulator import simulate
 
 SEQ = 1024
@@ -188,7 +188,9 @@ def _compare(model: str, hardware: Hardware, batch: int, time_limit_s: float) ->
     answer = _answer(model, hardware, batch, time_limit_s, allow_nvme=allow_nvme)
     plan = answer.result.plan
     if plan is None or plan.predicted is None:
-        return "does not fit, NVMe included", *("-",) * 6
+        missing = find_least_shortage(answer.problem).items()
+        needs = ", ".join(f"{tier} {num_bytes / GIB:+.1f} GiB" for tier, num_bytes in missing)
+        return f"does not fit, NVMe included ({needs})", *("-",) * 6
     step_ms, gap = plan.predicted.step_ms, answer.result.statistics["gap"]
 
     def ratio(name: str) -> str:

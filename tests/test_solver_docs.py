@@ -1,4 +1,4 @@
-"""docs/planner.md and docs/hardware.md: their commands and examples run, in order, in a fresh folder; links lead somewhere."""
+"""docs/planner.md, docs/hardware.md: commands and examples run, in order, in a fresh folder; links lead somewhere."""
 
 import json
 import os

@@ -17,8 +17,8 @@ from lazytrain.solver.toys import make_toy_problem
 
 AGREEMENT = 1e-6  # relative, of one plan's step
 SEARCH_NOISE = 0.01  # relative, of an answer that is not proven to be the best
-NUM_INSTANCES = int(os.environ.get("LAZYTRAIN_INSTANCES", "32"))
-NUM_SEARCHED = max(6, NUM_INSTANCES // 10)
+NUM_INSTANCES = int(os.environ.get("LAZYTRAIN_INSTANCES", "20"))
+NUM_SEARCHED = max(5, NUM_INSTANCES // 10)
 FIRST_SEED = 9000
 GENEROUS_S = 60.0
 ALIGN_BYTES = 512
@@ -33,7 +33,7 @@ Change = Callable[[Problem], Problem]
 
 def make_small(seed: int) -> Problem:
     """Return a problem whose event times are solved for."""
-    return _align(make_toy_problem(FIRST_SEED + seed, num_blocks=1 + seed % 3, allow_nvme=seed % 8 == 5))
+    return _align(make_toy_problem(FIRST_SEED + seed, num_blocks=1 + seed % 2, allow_nvme=seed % 8 == 5))
 
 
 def make_searched(seed: int) -> Problem:
