@@ -20,18 +20,18 @@ import torch
 import triton
 
 from lazytrain.base import Batch, Model
+from lazytrain.kernels.native import find_cache_folder
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.problem import Problem
 
 LOG = logging.getLogger(__name__)
-VERSION = 1  # of what is measured, and how
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return what times depend on, but for the load of the moment."""
     described: dict[str, Any] = {
-        "profile": VERSION,
+        "code": _digest_of_code(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "host": platform.node(),
@@ -102,6 +102,21 @@ class ProfileCache:
             LOG.warning("the profile is not kept: %s", error)
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def user_cache() -> ProfileCache:
+    """Return the cache of this user, beside the built operator (LAZYTRAIN_CACHE, or the user's cache folder)."""
+    return ProfileCache(find_cache_folder() / "profiles")
+
+
+def _digest_of_code() -> str:
+    """Return a hash of the package's own sources: a faster kernel is measured anew."""
+    package = Path(__file__).parent
+    files = sorted([*package.glob("*.py"), *package.glob("kernels/*.py"), *package.glob("kernels/*.cpp")])
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _name_of(fn: Any) -> str:

@@ -29,6 +29,8 @@ from lazytrain.straightline import Function, write_function
 LOG = logging.getLogger(__name__)
 # Shares of what backward would like to find, as the partitioner counts them.
 BUDGETS = (0.15, 0.25, 0.35, 0.5, 0.8, 1.0)
+# A few points on either side of the curve's bend: every one is compiled, for some ten seconds.
+COMPILED_BUDGETS = (0.15, 0.3, 0.6)
 # Marks the point that keeps even what would be cheap to compute again.
 ABOVE_ALL_BUDGETS = 2.0
 

@@ -13,7 +13,6 @@ import argparse
 import gc
 import hashlib
 import json
-import os
 import statistics
 import struct
 import sys
@@ -33,7 +32,7 @@ from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import Planned, default_limits, default_microbatches, solve_problem
 from lazytrain.profiler import Profiler
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.options import parse_size
 from lazytrain.recipes.pictures import draw_step
@@ -53,8 +52,6 @@ from lazytrain.trainer import TrainState, TrainStep, make_train_step
 from lazytrain.transformer import transformer_model
 
 GIB = 2**30
-# Chosen so that the curve has a few points on either side of its bend; every point is compiled.
-BUDGETS = (0.15, 0.3, 0.6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     model = transformer_model(config)
     options.out.mkdir(parents=True, exist_ok=True)
     compile = device.type == "cuda" if options.compile is None else options.compile
-    programs = ProgramCache(compile=compile, exact=options.exact, budgets=BUDGETS if compile else ())
+    programs = ProgramCache(compile=compile, exact=options.exact, budgets=COMPILED_BUDGETS if compile else ())
     profiler = Profiler(
         model=model,
         settings=adamw8bit(1e-5).settings,
@@ -310,6 +307,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Before the first allocation on the device: memory comes in pages, so that it does not fragment.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.exit(main())

@@ -65,6 +65,7 @@ class Options:
     max_new_tokens: int | None
     save_every: int | None
     dry_run: bool
+    fresh_profile: bool
     print_config: bool
     tensorboard: bool
     wandb: str | None
@@ -232,6 +233,9 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plan-only", action="store_true", help="profile, plan, write plan.json in --out and stop")
     group.add_argument(
         "--dry-run", action="store_true", help="profile, plan, print plan.json on standard output; write no file"
+    )
+    group.add_argument(
+        "--fresh-profile", action="store_true", help="measure again what was measured before and kept (default: off)"
     )
 
 
