@@ -239,6 +239,20 @@ def test_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
         assert run(model, config, on_gpu, stop_ids=stop_ids, batch_size=batch_size, device="cuda") == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_takes_prompts_by_their_lengths_in_16_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, _ = make_model(family)
+    params = {name: value.cuda() for name, value in random_params(model, 2, torch.float16, std=0.3)}
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.float16, "max_new_tokens": 2}
+    alone = run(model, config, getter(params), batch_size=1, **options)  # no padding: causal attention
+    calls = []
+    kernel = decoder._attend_by_lengths
+    monkeypatch.setattr(decoder, "_attend_by_lengths", lambda *args: calls.append(1) or kernel(*args))
+    assert run(model, config, getter(params), batch_size=8, **options) == alone
+    assert len(calls) == config.num_hidden_layers
+
+
 @pytest.mark.data
 def test_stories260k_tells_the_story_of_transformers(shared_dir: Path) -> None:
     model_dir = shared_dir / "data" / "models" / "stories260K"
