@@ -10,6 +10,8 @@ from typing import Any
 # OpenMP threads that spin at a barrier, while another program has their core, made a CPU step up to ten times slower
 # on two cores. Read when torch is first imported; a value that the user set stays.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Device memory comes in pages, so that it does not fragment. Read at the first allocation on a GPU.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 __version__ = "0.1.0"
 

@@ -60,6 +60,7 @@ class Activations:
         self._staging_write: dict[str, Future[Any]] = {}
         self._turn = 0
         self._reserved: Ticket | None = None
+        self._fetched: dict[int, Ticket] = {}  # by turn of the fetch buffers: their last copy in
 
     def offload(self, key: str, tensors: Sequence[Tensor], place: str, unit: str, after: Ticket) -> Packed:
         """Copy tensors to host RAM or NVMe once `after` is due. The caller holds them until the result's ticket is."""
@@ -83,7 +84,7 @@ class Activations:
         self, packs: Sequence[Packed], turn: int, unit: str, free: Ticket | None
     ) -> tuple[list[list[Tensor]], Ticket]:
         """Bring packs back into fetch buffer `turn % 2` once `free` is due; blocks while NVMe is read."""
-        sources = [self._source(pack) for pack in packs]
+        sources = [self._source(pack, turn, index) for index, pack in enumerate(packs)]
         buffer = self._fetch_buffer(turn, sum(round_up(pack.num_bytes, ALIGN_BYTES) for pack in packs))
         results, start = [], 0
         after = [free, self._reserved, *(pack.ticket for pack in packs)]
@@ -95,6 +96,7 @@ class Activations:
                         self._lanes.copy_into(parcel.view(target), parcel.view(source), H2D)
                 results.append([p.view(target) if p.kept is None else p.kept for p in pack.parcels])
                 start += round_up(pack.num_bytes, ALIGN_BYTES)
+        self._fetched[turn % NUM_FETCH_BUFFERS] = ticket
         return results, ticket
 
     def reserve(self, fetch_bytes: int) -> None:
@@ -123,13 +125,17 @@ class Activations:
             self._homes.spill.write(key, slab)
         self._lanes.count(NVME_WRITE, slab.numel())
 
-    def _source(self, pack: Packed) -> Tensor:
+    def _source(self, pack: Packed, turn: int, index: int) -> Tensor:
+        """Return the host's copy of a pack; what was spilled is read to one of the pinned buffers of this turn."""
         if pack.place != "nvme":
             return self._host[pack.key]
+        copied = self._fetched.get(turn % NUM_FETCH_BUFFERS)
+        if copied is not None:
+            copied.synchronize()  # the last copy out of these buffers
         assert pack.write is not None
         assert self._homes.spill is not None
         pack.write.result()
-        slab = allocate_slab(max(1, pack.num_bytes), pin=False, name=f"unspill {pack.key}")
+        slab = self._host_slab(f"unspill {turn % NUM_FETCH_BUFFERS} {index}", pack.num_bytes)
         with self._lanes.span(NVME_READ, "unspill", pack.key):
             self._homes.spill.read_into(pack.key, slab[: pack.num_bytes])
         self._lanes.count(NVME_READ, pack.num_bytes)

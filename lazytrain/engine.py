@@ -134,6 +134,7 @@ class Engine:
         pending, ahead = self._pending, self._ahead
         self._pending = self._ahead = None
         self._is_interrupted = True
+        self.lanes.pause()
         if ahead is not None:
             ahead.wait()
         with torch.no_grad():

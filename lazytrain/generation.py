@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lazytrain.base import Context, Model, Params, Unit
 from lazytrain.configuration import ModelConfig
-from lazytrain.decoder import causal_attention, decoder_block
+from lazytrain.decoder import causal_attention, decoder_block, takes_lengths
 from lazytrain.errors import DataError
 from lazytrain.rope import rotary_tables
 from lazytrain.vocabulary import CausalHead, check_token_ids
@@ -85,6 +85,7 @@ class _Rows:
     """The rows still being written: their cache, and what of it each row may see.
 
     num_written: positions of the cache that are filled; the next token goes there.
+    bounds_s: where padding and prompt of each row begin, for the prompts' own pass, where no mask is needed for it.
     """
 
     config: ModelConfig
@@ -95,6 +96,7 @@ class _Rows:
     visible_b11s: Tensor | None
     keys_bgsk: list[Tensor]
     values_bgsk: list[Tensor]
+    bounds_s: Tensor | None = None
     num_written: int = 0
 
     @classmethod
@@ -115,6 +117,10 @@ class _Rows:
         shape = (num_rows, config.num_key_value_heads, num_positions, config.head_dim)
         keys, values = ([torch.empty(shape, device=device, dtype=dtype) for _ in model.blocks] for _ in range(2))
         is_padded = bool(num_padding_b.any())
+        bounds_s = None
+        if is_padded and takes_lengths(device, dtype, config.head_dim):
+            lengths_bs = torch.stack((num_padding_b, tokens_bt.shape[1] - num_padding_b), 1)
+            bounds_s = F.pad(lengths_bs.flatten().cumsum(0), (1, 0)).int().to(device)
         return cls(
             config=config,
             tokens_bt=tokens_bt.to(device),
@@ -124,13 +130,16 @@ class _Rows:
             visible_b11s=(places_bs >= 0)[:, None, None] if is_padded else None,
             keys_bgsk=keys,
             values_bgsk=values,
+            bounds_s=bounds_s,
         )
 
     def context(self) -> Context:
         """Return the context of the positions that come next."""
         start, end = self.num_written, self.num_written + self.tokens_bt.shape[1]
         ctx = {"cos_btk": self.cos_bsk[:, start:end], "sin_btk": self.sin_bsk[:, start:end]}
-        if self.visible_b11s is not None:
+        if self.bounds_s is not None and start == 0:
+            ctx["bounds_s"] = self.bounds_s
+        elif self.visible_b11s is not None:
             mask = self.visible_b11s[..., :end]
             if end - start > 1:
                 # A padding position sees itself: a row without any key would be NaN in some kernels.

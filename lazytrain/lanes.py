@@ -1,8 +1,8 @@
 """Queues of work: the compute stream, the two copy streams, and worker threads; what they moved and when.
 
 On CUDA a queue is a stream, and a ticket is an event recorded on it. On the CPU the same calls run at once, in the
-caller's order, so that one code path serves both. `Lanes.bytes_moved` counts every copy, and every span is recorded
-until the step is over (`end_step`), for the timeline and the account of where the time went (`read_step`).
+caller's order, so that one code path serves both. `Lanes.bytes_moved` counts every copy, and every span of a step is
+recorded (`begin_step` to `end_step`), for the timeline and the account of where the time went (`read_step`).
 """
 
 import math
@@ -65,6 +65,7 @@ class Lanes:
         self._earlier: list[_RawSpan] = []  # of the last whole step
         self._oldest: list[_RawSpan] = []  # of the step before it, which may reach into it
         self._begin = self._end = self._mark()
+        self._is_recording = True
 
     @contextmanager
     def span(self, queue: str, name: str, unit: str, after: Iterable[Ticket | None] = ()) -> Iterator[Ticket]:
@@ -108,9 +109,14 @@ class Lanes:
             self.bytes_moved[queue] += num_bytes
 
     def begin_step(self) -> None:
-        """Forget what was recorded: the step begins now, not where the last one ended."""
+        """Forget what was recorded and record again: the step begins now, not where the last one ended."""
+        self._is_recording = True
         self._spans, self._earlier, self._oldest = [], [], []
         self._begin = self._end = self._mark()
+
+    def pause(self) -> None:
+        """Record nothing until the next step begins: evaluation between steps may take millions of spans."""
+        self._is_recording = False
 
     def end_step(self) -> None:
         """Note that a step ends here, on the compute queue and on the host: the next one begins."""
@@ -131,7 +137,8 @@ class Lanes:
         return step_ms, tuple(sorted(inside, key=lambda s: s.start_ms))
 
     def _note(self, queue: str, name: str, unit: str, start: Any, end: Any) -> None:
-        self._spans.append((queue, name, unit, start, end))
+        if self._is_recording:
+            self._spans.append((queue, name, unit, start, end))
 
     def _mark(self) -> "_Mark":
         event = None

@@ -35,8 +35,8 @@ def measure_machine(
     cpu_update_bytes: int,
     spill_dir: Path | None,
     timer: MedianTimer,
-) -> tuple[Hardware, float]:
-    """Return the machine's measured rates, and the link's GB/s each way where the CPU updates nothing.
+) -> Hardware:
+    """Return the machine's measured rates.
 
     Copies are of a block's size with both directions of the link busy, and beside the CPU's update, which shares the
     host's memory with them.
@@ -52,16 +52,16 @@ def measure_machine(
     host = allocate_slab(size, pin=device.type == "cuda", name="link test")
     other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
     memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
-    alone_gbs = h2d_gbs = d2h_gbs = memcpy_gbs
+    quiet_gbs = h2d_gbs = d2h_gbs = memcpy_gbs
     host_memory_gbs, slowdown = 2 * memcpy_gbs, 1.0
     if device.type == "cuda":
         both = _copy_both_ways(device, host, other)
-        alone_gbs = size / timer.median_ms(both) / 1e6
+        quiet_gbs = size / timer.median_ms(both) / 1e6
         h2d_gbs, host_memory_gbs, slowdown = _measure_mix(device, both, size, cpu_update, cpu_update_bytes)
-        d2h_gbs = h2d_gbs = min(h2d_gbs, alone_gbs)
+        d2h_gbs = h2d_gbs = min(h2d_gbs, quiet_gbs)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir) if spill_dir is not None else (1.0, 1.0)
-    hardware = Hardware(
+    return Hardware(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         device_memory_bytes=limits["device"],
         host_memory_bytes=limits["host"],
@@ -77,8 +77,8 @@ def measure_machine(
         cpu_update_gparams_s=update_gparams_s[0] / slowdown,
         device_update_gparams_s=update_gparams_s[1],
         is_estimate=False,
+        quiet_link_gbs=quiet_gbs if device.type == "cuda" else 0.0,
     )
-    return hardware, alone_gbs
 
 
 def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callable[[], None]:

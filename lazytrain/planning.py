@@ -73,9 +73,16 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
 
 def solve_problem(*problems: Problem | None) -> Planned | None:
     """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any."""
-    solved = [(problem, solve(problem)) for problem in problems if problem is not None]
-    found = [Planned(result.plan, problem, result) for problem, result in solved if result.plan is not None]
-    return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
+    best: Planned | None = None
+    best_ms = math.inf
+    for problem in problems:
+        result = solve(problem, rival_ms=best_ms) if problem is not None else None
+        if problem is None or result is None or result.plan is None:
+            continue
+        step_ms = simulate_step_ms(problem, result.plan)
+        if step_ms < best_ms:
+            best, best_ms = Planned(result.plan, problem, result), step_ms
+    return best
 
 
 def choose_plan(
@@ -93,8 +100,8 @@ def choose_plan(
     count = num_microbatches or default_microbatches(profiler.batch, profiler.device)
     num_rows = count_rows(profiler.batch)
     while True:
-        problem = profiler.problem(count)
-        planned = solve_problem(problem, profiler.without_cpu_updates(problem))
+        problem = profiler.problem(count, report)
+        planned = solve_problem(problem, problem.without_cpu_updates())
         if planned is not None:
             return planned
         if num_microbatches is not None or count >= num_rows:

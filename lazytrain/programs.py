@@ -29,6 +29,8 @@ from lazytrain.straightline import Function, write_function
 LOG = logging.getLogger(__name__)
 # Shares of what backward would like to find, as the partitioner counts them.
 BUDGETS = (0.15, 0.25, 0.35, 0.5, 0.8, 1.0)
+# A few points on either side of the curve's bend: every one is compiled, for some ten seconds.
+COMPILED_BUDGETS = (0.15, 0.3, 0.6)
 # Marks the point that keeps even what would be cheap to compute again.
 ABOVE_ALL_BUDGETS = 2.0
 
@@ -177,6 +179,16 @@ class ProgramCache:
     def __init__(self, *, compile: bool = False, exact: bool = False, budgets: Sequence[float] = BUDGETS) -> None:
         self._options: dict[str, Any] = {"compile": compile, "exact": exact, "budgets": budgets, "compiler": Compiler()}
         self._programs: dict[Hashable, BlockPrograms] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return how programs are made, as plain data."""
+        return {name: value for name, value in self._options.items() if name != "compiler"}
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether programs are compiled: it is wanted and has not failed."""
+        return bool(self._options["compile"] and self._options["compiler"].works)
 
     def get(
         self, kind: str, fn: BlockFunction, params: Params, x: Tensor, ctx: Context, *, layout: UnitLayout

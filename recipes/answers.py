@@ -33,6 +33,7 @@ MAX_CHARS = 500  # a longer answer is compared as it stands: no answer to a prob
 _COLON = re.compile(r"(?i)the (?:final )?answer is ?:")
 _HASHES = re.compile(r"####(?= ?[-+$\\]*\.?\d)")
 _NO_COLON = re.compile(r"(?i)the (?:final )?answer is\b")
+_SPACED = re.compile(r"(?<![\w.,/])(?<!\d )\d{1,3}(?: \d{3})+(?![\w,/]| [\d/\\])")  # 1 000 000
 _SENTENCE_END = re.compile(r"(?<=\d)\.\s+(?=[A-Z])")
 
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -185,7 +186,7 @@ def _simplify(answer: str) -> str:
     simple = _WRAPPER.sub(r" \1 ", answer.translate(_CHARACTERS))
     for pattern, replacement in _SIMPLIFICATIONS:
         simple = pattern.sub(replacement, simple)
-    simple = simple.strip().rstrip(" .")
+    simple = _SPACED.sub(lambda found: found[0].replace(" ", ""), simple).strip().rstrip(" .")
     name, equals, value = simple.partition("=")
     if equals and "=" not in value and len(name.strip()) <= 2:  # x = 5
         simple = value.strip()
@@ -260,7 +261,7 @@ def _scalars_equal(a: str, b: str) -> bool:
 def _canonicalize(simple: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z' -]{2,}", simple):
         simple = simple.casefold()
-    text = re.sub(r"\s+", "", simple)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", simple)  # 1 2 is not 12
     text = re.sub(r"(?:\\cdot|\*)(?=[\\A-Za-z(])", "", text)
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
     return re.sub(r"(?<!\d)\.(?=\d)", "0.", text)

@@ -68,7 +68,8 @@ class BatchStream:
         seq_tokens: the one length of all batches; None = at most MAX_SHAPES lengths, chosen to waste little padding
             (packed: the longest sample's).
         seed: of the order; any integer.
-        packing: put several samples in a line, told apart by `segments_bt` and `positions_bt`.
+        packing: put several samples in a line, told apart by `segments_bt`, `segment_lengths_bs` and `positions_bt`.
+        group_by_length: without packing, batches of samples of like length; False = every line as long as the longest.
         pad_to_multiple: chosen lengths are multiples of this.
 
     Raises:
@@ -83,6 +84,7 @@ class BatchStream:
         seq_tokens: int | None = None,
         seed: int = 0,
         packing: bool = False,
+        group_by_length: bool = True,
         pad_to_multiple: int = 8,
     ) -> None:
         assert batch_size > 0, f"batch_size must be positive, got {batch_size}"
@@ -97,7 +99,8 @@ class BatchStream:
         one_length = seq_tokens or -(-longest // pad_to_multiple) * pad_to_multiple
         self._lines = None if not packing else pack_lines(places, one_length, seed)
         self._places = places if self._lines is None else np.array([places[line].sum() for line in self._lines])
-        several = seq_tokens is None and not packing
+        self._max_segments = 1 if self._lines is None else max(map(len, self._lines))
+        several = seq_tokens is None and not packing and group_by_length
         self._lengths = choose_lengths(places, pad_to_multiple) if several else [one_length]
         self._buckets = np.searchsorted(self._lengths, self._places)
         sizes = np.bincount(self._buckets, minlength=len(self._lengths))
@@ -127,20 +130,23 @@ class BatchStream:
         lines = self._line_indices(step)
         real = int(self._places[lines].sum())
         samples = np.concatenate([np.asarray(line) for line in self.examples_at(step)])
-        targets = self.encoded.lengths[samples] - np.maximum(self.encoded.prompt_lengths[samples], 1)
-        return TokenCounts(real, self.batch_size * self._length_of(lines) - real, int(targets.sum()))
+        targets = int(self.encoded.target_counts[samples].sum())
+        return TokenCounts(real, self.batch_size * self._length_of(lines) - real, targets)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the batch of a step (0, 1, ...), CPU tensors of int64 (batch_size, places).
 
         Returns:
-            tokens_bt, targets_bt; packed also positions_bt (from 0 in each segment) and segments_bt (1, 2, ... in each
-            line, 0 = padding).
+            tokens_bt, targets_bt; packed also positions_bt (from 0 in each segment), segments_bt (1, 2, ... in each
+            line, 0 = padding) and segment_lengths_bs (their lengths in order, then that of the padding, then zeros: of
+            one width in all batches, so that programs can be made for it).
         """
         shape = (self.batch_size, self._length_of(self._line_indices(step)))
         tokens_bt = np.full(shape, self.encoded.pad_id, dtype=np.int64)
         targets_bt = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         positions_bt, segments_bt = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        lengths_bs = np.zeros((self.batch_size, self._max_segments + 1), dtype=np.int64)
+        lengths_bs[:, 0] = shape[1]
         for b, samples in enumerate(self.examples_at(step)):
             start = 0
             for segment, sample in enumerate(samples, start=1):
@@ -148,14 +154,14 @@ class BatchStream:
                 tokens = self.encoded.tokens[first:last]
                 places = slice(start, start + len(tokens) - 1)
                 tokens_bt[b, places] = tokens[:-1]
-                targets_bt[b, places] = tokens[1:]
-                targets_bt[b, start : start + max(int(self.encoded.prompt_lengths[sample]), 1) - 1] = IGNORE_INDEX
+                targets_bt[b, places] = np.where(self.encoded.trained_of(sample)[1:], tokens[1:], IGNORE_INDEX)
                 positions_bt[b, places] = np.arange(len(tokens) - 1)
                 segments_bt[b, places] = segment
+                lengths_bs[b, segment - 1 : segment + 1] = len(tokens) - 1, shape[1] - places.stop
                 start = places.stop
         arrays = {"tokens_bt": tokens_bt, "targets_bt": targets_bt}
         if self.packing:
-            arrays |= {"positions_bt": positions_bt, "segments_bt": segments_bt}
+            arrays |= {"positions_bt": positions_bt, "segments_bt": segments_bt, "segment_lengths_bs": lengths_bs}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _length_of(self, lines: Indices) -> int:

@@ -13,7 +13,6 @@ import argparse
 import gc
 import hashlib
 import json
-import os
 import statistics
 import struct
 import sys
@@ -33,7 +32,7 @@ from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import Planned, default_limits, default_microbatches, solve_problem
 from lazytrain.profiler import Profiler
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.options import parse_size
 from lazytrain.recipes.pictures import draw_step
@@ -53,8 +52,6 @@ from lazytrain.trainer import TrainState, TrainStep, make_train_step
 from lazytrain.transformer import transformer_model
 
 GIB = 2**30
-# Chosen so that the curve has a few points on either side of its bend; every point is compiled.
-BUDGETS = (0.15, 0.3, 0.6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     model = transformer_model(config)
     options.out.mkdir(parents=True, exist_ok=True)
     compile = device.type == "cuda" if options.compile is None else options.compile
-    programs = ProgramCache(compile=compile, exact=options.exact, budgets=BUDGETS if compile else ())
+    programs = ProgramCache(compile=compile, exact=options.exact, budgets=COMPILED_BUDGETS if compile else ())
     profiler = Profiler(
         model=model,
         settings=adamw8bit(1e-5).settings,
@@ -113,15 +110,13 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     if options.problem is not None:
         problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
     else:
-        problem = profiler.problem(options.microbatches or default_microbatches(profiler.batch, device))
+        count = options.microbatches or default_microbatches(profiler.batch, device)
+        problem = profiler.problem(count, say)
         say(f"compiled and profiled in {time.perf_counter() - start_s:.1f} s")
-    variants = {"problem": problem, "problem-device-update": profiler.without_cpu_updates(problem)}
-    for name, variant in variants.items():
-        if variant is not None:
-            (options.out / f"{name}.json").write_text(json.dumps(variant.to_dict()) + "\n", encoding="utf-8")
+    (options.out / "problem.json").write_text(json.dumps(problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in () if options.profile_only else options.plans.split(","):
-        chosen = _choose(name, problem, variants["problem-device-update"])
+        chosen = _choose(name, problem)
         if chosen is None:
             say(f"{name}: {explain_infeasible(problem) if name == 'solved' else 'does not fit, left out'}")
             continue
@@ -264,14 +259,15 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
     )
 
 
-def _choose(name: str, problem: Problem, without_cpu_updates: Problem | None) -> Planned | None:
+def _choose(name: str, problem: Problem) -> Planned | None:
     """Return the plan of that name for the profiled problem; None where it does not fit."""
     if name == "solved":
-        return solve_problem(problem, without_cpu_updates)
+        return solve_problem(problem, problem.without_cpu_updates())
     if name == "cpu-update":
         return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
     if name == "device-update":
-        return solve_problem(without_cpu_updates or replace(problem, allow_cpu_update=False, allow_device_update=True))
+        forced = problem.without_cpu_updates()
+        return solve_problem(forced or replace(problem, allow_cpu_update=False, allow_device_update=True))
     if name.endswith(".json"):
         plan = Plan.load(name)
         plan.validate(problem)
@@ -309,6 +305,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Before the first allocation on the device: memory comes in pages, so that it does not fragment.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.exit(main())

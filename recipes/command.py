@@ -3,7 +3,6 @@
 Nothing heavy is imported before the command is known, so that the planner and the doctor start without torch.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,9 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: unknown command {name!r}{suggest(name, COMMANDS)}; see lazytrain --help", file=sys.stderr)
         return 2
-    if name == "bench":
-        # Before the first allocation on the device: memory comes in pages, so that it does not fragment.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     command = COMMANDS[name]
     return int(import_module(command.module).main([*command.first, *rest]))
 

@@ -77,7 +77,7 @@ def scratch_task(options: argparse.Namespace, seed: int) -> Task:
     """Make a model with random weights and generated problems; every token is a target."""
     batch_size, held_out = (8, 32) if options.tiny else (SCRATCH_BATCH, SCRATCH_HELD_OUT)
     made = make_sample(seed, num_train=min(SCRATCH_ROWS, options.steps * batch_size), num_held_out=held_out)
-    train_rows, held_out_rows = ([Row(**r) for r in rows] for rows in made)
+    train_rows, held_out_rows = ([Row(**r) for r in rows] for rows in made)  # type: ignore[arg-type]
     tokenizer = make_tokenizer((text for row in train_rows for text in (row.query, row.response)), 1024)
     end, pad = (int(tokenizer.token_to_id(token) or 0) for token in (END_TOKEN, PAD_TOKEN))
     special = SpecialTokens(bos_id=None, eos_id=end, pad_id=pad, stop_ids=(end,), add_bos=False)

@@ -22,8 +22,9 @@ from lazytrain.lanes import Span
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
 from lazytrain.planning import Planned, choose_plan, default_limits, plan_from_file
+from lazytrain.profile_cache import user_cache
 from lazytrain.profiler import Profiler
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate
@@ -39,8 +40,6 @@ from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.errors import PlannerError
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
 
-# Every point of the residual curve is compiled on its own while profiling.
-COMPILED_BUDGETS = (0.3, 0.6, 1.0)
 SLOW_DISK_BYTES_S = 0.5e9
 TRACED_STEP = 4  # of this process: late enough for caches to be warm
 
@@ -208,6 +207,7 @@ def make_plan(
         limits=limits,
         name=str(options.model or "embedded default"),
         spill_dir=options.spill_dir,
+        cache=None if options.fresh_profile else user_cache(),
     )
     if options.plan is not None:
         planned = plan_from_file(options.plan, profiler)

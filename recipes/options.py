@@ -65,9 +65,13 @@ class Options:
     max_new_tokens: int | None
     save_every: int | None
     dry_run: bool
+    fresh_profile: bool
     print_config: bool
     tensorboard: bool
     wandb: str | None
+    messages_field: str | None
+    accumulate: int
+    group_by_length: bool
 
 
 def parse_size(text: str) -> int:
@@ -162,9 +166,14 @@ def _add_input(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eval-data", help="rows to measure exact match on; default: a share of --data held out")
     group.add_argument("--query-field", help="column of the problem (default: query, question or instruction)")
     group.add_argument("--response-field", help="column of the solution (default: response, answer or output)")
-    group.add_argument("--prompt", choices=("metamath", "plain"), help="prompt style (default: metamath with --model)")
+    group.add_argument(
+        "--prompt",
+        choices=("metamath", "plain", "chat"),
+        help="prompt style, chat = the model's own template (default: metamath)",
+    )
     group.add_argument("--out", type=Path, default=Path("runs/metamathqa"), help="run directory (default: %(default)s)")
     group.add_argument("--resume", choices=("auto",), help="auto: go on from the newest valid checkpoint in --out")
+    group.add_argument("--messages-field", help="column of a chat's turns (default: messages or conversations)")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
@@ -193,6 +202,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="of order and initial weights (default: %(default)s)")
     group.add_argument("--save-every", type=_positive, help="steps between checkpoints (default: at the end only)")
+    group.add_argument("--accumulate", type=_positive, default=1, help="batches a step (default: %(default)s)")
+    group.add_argument(
+        "--group-by-length",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="batches of rows of like length; no = all as long as the longest",
+    )
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
@@ -217,6 +233,9 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--plan-only", action="store_true", help="profile, plan, write plan.json in --out and stop")
     group.add_argument(
         "--dry-run", action="store_true", help="profile, plan, print plan.json on standard output; write no file"
+    )
+    group.add_argument(
+        "--fresh-profile", action="store_true", help="measure again what was measured before and kept (default: off)"
     )
 
 

@@ -17,8 +17,9 @@ from lazytrain.base import Batch, Model, Unit, count_targets
 from lazytrain.configuration import ModelConfig
 from lazytrain.generation import generate
 from lazytrain.recipes.batches import BatchStream
+from lazytrain.recipes.encoding import encode_questions
 from lazytrain.recipes.preparation import Job
-from lazytrain.recipes.prompts import decode_response, encode_prompts
+from lazytrain.recipes.prompts import decode_response
 from lazytrain.recipes.scoring import score
 from lazytrain.schedules import cosine
 from lazytrain.transformer import transformer_model
@@ -173,7 +174,7 @@ def answer(model: Model, weights: dict[str, Tensor], task: Task, device: torch.d
         model,
         job.config,
         lambda unit: unit_params(unit, weights),
-        encode_prompts(job.tokenizer, job.special, job.prompt, [row.query for row in rows]),
+        encode_questions(rows, job.tokenizer, job.special, job.prompt),
         max_new_tokens=job.settings.max_new_tokens,
         stop_ids=job.special.stop_ids,
         pad_id=job.special.pad_id,

@@ -1,7 +1,7 @@
 """Everything a run needs before it can plan: model, tokenizer, rows, batches; from files or the embedded default."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -9,14 +9,17 @@ from torch import Tensor
 
 from lazytrain.base import Model
 from lazytrain.configuration import ModelConfig, load_config
-from lazytrain.errors import DataError
+from lazytrain.errors import ConfigError, DataError
+from lazytrain.progress import progress_bar
 from lazytrain.recipes.batches import BatchStream
+from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.default_model import DefaultRun, write_default_model
 from lazytrain.recipes.encoding import encode_rows
 from lazytrain.recipes.options import Options
 from lazytrain.recipes.prompts import Prompt, SpecialTokens, get_prompt, load_tokenizer, read_special_tokens
-from lazytrain.recipes.rows import Row, drop_overlap, load_rows, split_rows
+from lazytrain.recipes.rows import Row, load_rows
 from lazytrain.recipes.sample import write_sample
+from lazytrain.recipes.splits import drop_overlap, sample_rows, split_rows
 from lazytrain.shards import ModelDir, check_params, open_model_dir
 from lazytrain.transformer import transformer_model
 
@@ -26,7 +29,7 @@ SHAPE_SEARCH_STEPS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The run's numbers, after defaults; `num_steps` None = by `epochs`."""
+    """The run's numbers, after defaults; `num_steps` None = by `epochs`, `batch_size` counts the rows of a step."""
 
     batch_size: int
     num_steps: int | None
@@ -50,7 +53,7 @@ class Job:
     model: Model
     tokenizer: Tokenizer
     special: SpecialTokens
-    prompt: Prompt
+    prompt: Prompt | ChatTemplate
     stream: BatchStream
     held_out: list[Row]
     num_steps: int
@@ -67,7 +70,7 @@ def resolve_settings(options: Options) -> Settings:
     small = DefaultRun()
     embedded = options.model is None
     return Settings(
-        batch_size=options.batch_size or (small.batch_size if embedded else 32),
+        batch_size=options.accumulate * (options.batch_size or (small.batch_size if embedded else 32)),
         num_steps=options.steps or (small.steps if embedded and options.epochs is None else None),
         epochs=options.epochs if options.epochs is not None else 1.0,
         max_tokens=options.max_tokens or (small.max_tokens if embedded else 512),
@@ -99,24 +102,36 @@ def prepare(options: Options, say: Callable[[str], None]) -> Job:
         say(f"model: {note}")
     tokenizer = load_tokenizer(model_path)
     special = read_special_tokens(model_path, tokenizer)
-    prompt = get_prompt(settings.prompt)
+    prompt: Prompt | ChatTemplate
+    if settings.prompt == "chat":
+        prompt = load_chat_template(model_path, tokenizer)
+        special = replace(special, stop_ids=tuple(sorted({*special.stop_ids, *prompt.stop_ids})))
+    else:
+        prompt = get_prompt(settings.prompt)
     train, held_out = _load_rows(options, train_source, eval_source, say)
     config.check_sequence_length(settings.max_tokens)
-    encoded = encode_rows(
-        train,
-        tokenizer,
-        special,
-        prompt,
-        max_tokens=settings.max_tokens,
-        too_long=options.too_long,  # type: ignore[arg-type]
-        vocab_size=config.vocab_size,
-    )
+    with progress_bar("encoding", len(train), unit="rows") as bar:
+        encoded = encode_rows(
+            train,
+            tokenizer,
+            special,
+            prompt,
+            max_tokens=settings.max_tokens,
+            too_long=options.too_long,  # type: ignore[arg-type]
+            vocab_size=config.vocab_size,
+            progress=bar.advance,
+        )
     say(f"data: {encoded.report.describe()}")
-    stream = BatchStream(encoded, batch_size=settings.batch_size, seed=options.seed, packing=options.packing)
-    counts = stream.epoch_counts
-    places = counts.real_tokens + counts.padding_tokens
-    shapes = ", ".join(f"{rows}x{length}" for rows, length in stream.shapes)
-    say(f"batches: {stream.steps_per_epoch:,} an epoch, shapes {shapes}, padding {counts.padding_tokens / places:.1%}")
+    stream = BatchStream(
+        encoded,
+        batch_size=settings.batch_size,
+        seq_tokens=settings.max_tokens if options.packing else None,  # lines as long as the longest sample fill badly
+        seed=options.seed,
+        packing=options.packing,
+        group_by_length=options.group_by_length,
+    )
+    say(f"batches: {describe_stream(stream)}")
+    chosen = _sample_held_out(options, held_out, say)
     return Job(
         settings=settings,
         model_dir=model_dir,
@@ -126,8 +141,19 @@ def prepare(options: Options, say: Callable[[str], None]) -> Job:
         special=special,
         prompt=prompt,
         stream=stream,
-        held_out=held_out[: options.eval_limit] if options.eval_limit is not None else held_out,
+        held_out=chosen,
         num_steps=settings.num_steps or max(1, round(settings.epochs * stream.steps_per_epoch)),
+    )
+
+
+def describe_stream(stream: BatchStream) -> str:
+    """Return one line: steps, shapes, and real tokens apart from padding."""
+    counts = stream.epoch_counts
+    places = counts.real_tokens + counts.padding_tokens
+    shapes = ", ".join(f"{rows}x{length}" for rows, length in stream.shapes)
+    return (
+        f"{stream.steps_per_epoch:,} an epoch, shapes {shapes}; {counts.real_tokens:,} real tokens and "
+        f"{counts.padding_tokens:,} of padding ({counts.padding_tokens / places:.1%})"
     )
 
 
@@ -155,7 +181,11 @@ def _find_input(options: Options, say: Callable[[str], None]) -> tuple[Path, str
 def _load_rows(
     options: Options, train_source: str, eval_source: str | None, say: Callable[[str], None]
 ) -> tuple[list[Row], list[Row]]:
-    fields = {"query_field": options.query_field, "response_field": options.response_field}
+    fields = {
+        "query_field": options.query_field,
+        "response_field": options.response_field,
+        "messages_field": options.messages_field,
+    }
     fallback = options.out / "cache"
     loaded = load_rows(train_source, split="train", cache_fallback=fallback, **fields)  # type: ignore[arg-type]
     say(f"rows: {loaded.report.describe()} of {train_source}")
@@ -174,3 +204,12 @@ def _load_rows(
     if not train:
         raise DataError(f"every row of {train_source} is also in {eval_source}. Give another file to one of them.")
     return train, evaluation.rows
+
+
+def _sample_held_out(options: Options, held_out: list[Row], say: Callable[[str], None]) -> list[Row]:
+    if options.eval_limit is not None and options.eval_limit < 0:
+        raise ConfigError(f"--eval-limit {options.eval_limit}: below 0. Give 0 for none, or leave it out for all.")
+    chosen = sample_rows(held_out, options.eval_limit, options.seed)
+    if 0 < len(chosen) < len(held_out):
+        say(f"evaluation: {len(chosen):,} of {len(held_out):,} held-out rows, a sample drawn by --seed {options.seed}")
+    return chosen

@@ -74,7 +74,7 @@ def get_prompt(name: str) -> Prompt:
         ConfigError: there is none; the text lists those that there are.
     """
     if name not in PROMPTS:
-        raise ConfigError(f"--prompt {name}: unknown; known are {', '.join(PROMPTS)}")
+        raise ConfigError(f"--prompt {name}: unknown; known are {', '.join(PROMPTS)}, chat")
     return PROMPTS[name]
 
 
@@ -109,8 +109,8 @@ def read_special_tokens(model_dir: Path, tokenizer: Tokenizer) -> SpecialTokens:
         ConfigError: no file names an EOS token of the tokenizer's vocabulary.
         ModelFileError: one of the files can't be read.
     """
-    by_text = [_read_json(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    by_id = [_read_json(model_dir / name) for name in ("generation_config.json", "config.json")]
+    by_text = [read_json(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    by_id = [read_json(model_dir / name) for name in ("generation_config.json", "config.json")]
     bos_ids, eos_ids, pad_ids = (
         [i for config in by_text for i in _find_text(config.get(f"{kind}_token"), tokenizer)]
         + [i for config in by_id for i in _check_ids(config.get(f"{kind}_token_id"), tokenizer)]
@@ -146,7 +146,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the tokens of each query's prompt, with one BOS where the tokenizer uses one, and never two."""
     bos = None if special.bos_id is None else tokenizer.id_to_token(special.bos_id)
-    texts = [build_prompt(prompt, _strip_prefix(query.strip(), bos)) for query in queries]
+    texts = [build_prompt(prompt, strip_prefix(query.strip(), bos)) for query in queries]
     first = [special.bos_id] if special.add_bos and special.bos_id is not None else []
     return [first + encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -161,7 +161,7 @@ def encode_examples(
     """Return queries with their responses as samples: prompt, response, exactly one EOS at the end."""
     separator = "" if _puts_space(tokenizer) else prompt.separator
     bos, eos = (None if i is None else tokenizer.id_to_token(i) for i in (special.bos_id, special.eos_id))
-    texts = [separator + _strip_suffix(_strip_prefix(response.strip(), bos), eos) for response in responses]
+    texts = [separator + _strip_suffix(strip_prefix(response.strip(), bos), eos) for response in responses]
     prompts = encode_prompts(tokenizer, special, prompt, queries)
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [
@@ -180,7 +180,8 @@ def _puts_space(tokenizer: Tokenizer) -> bool:
     return bool(tokens) and tokens[0].startswith(("▁", "Ġ"))
 
 
-def _strip_prefix(text: str, token: str | None) -> str:
+def strip_prefix(text: str, token: str | None) -> str:
+    """Return a text without the special tokens, such as BOS, that it begins with."""
     while token and text.startswith(token):
         text = text[len(token) :].lstrip()
     return text
@@ -192,7 +193,8 @@ def _strip_suffix(text: str, token: str | None) -> str:
     return text
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a file of a model directory holds, an empty one where there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Rows to train on or to be judged by: MetaMathQA's and GSM8K's fields, others by flags.
+"""Rows to train on or to be judged by: MetaMathQA's, GSM8K's and Alpaca's fields, chats, others by flags.
 
 A `Row` is in MetaMathQA's schema whatever it came from, and its response ends in "The answer is: X" where an answer can
-be told from the file.
+be told from the file. Of a chat, `query` is what stands before its last turn, and `response` is that turn.
 """
 
 import re
@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 from lazytrain.errors import DataError
 from lazytrain.recipes.answers import is_number
+from lazytrain.recipes.messages import MESSAGE_FIELDS, Message, read_messages
 from lazytrain.recipes.records import SUFFIXES, Record, find_files, read_hub_records, read_records
 
 QUERY_FIELDS = ("query", "question", "instruction")
@@ -26,12 +26,21 @@ _GSM8K_ANSWER = re.compile(r"(?m)^####[ \t]*([^\n]*)")
 
 
 class Row(NamedTuple):
-    """One problem: `type` is "unknown" and `original_question` the query itself where the file has no such column."""
+    """One problem: `type` is "unknown" and `original_question` the query itself where the file has no such column.
+
+    `messages` are all turns of a chat, the last one the assistant's; () where the row is none.
+    """
 
     query: str
     response: str
     type: str
     original_question: str
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        """Return the number of the assistant's turns."""
+        return max(1, sum(message.role == "assistant" for message in self.messages))
 
 
 class RowsReport(NamedTuple):
@@ -59,20 +68,13 @@ class Rows(NamedTuple):
     source: str
 
 
-class Split(NamedTuple):
-    """Rows to train on and rows held out; `num_dropped` rows were in neither, so that no problem is in both."""
-
-    train: list[Row]
-    held_out: list[Row]
-    num_dropped: int
-
-
 def load_rows(
     source: str | Path,
     *,
     split: str = "train",
     query_field: str | None = None,
     response_field: str | None = None,
+    messages_field: str | None = None,
     limit: int | None = None,
     cache_fallback: Path | None = None,
 ) -> Rows:
@@ -85,6 +87,8 @@ def load_rows(
         query_field: the column of the question; several joined by commas are put together ("Body,Question").
             None = "query", "question" or "instruction" (with its "input", where there is one).
         response_field: the column of the answer. None = "response", "answer" or "output".
+        messages_field: the column of a chat's turns, read instead of the two. None = "messages" or "conversations", for
+            records without a column of the question.
         limit: stop after so many usable rows (at least 1); None = no limit.
         cache_fallback: the directory for the hub's cache if the usual one can't be written.
 
@@ -95,7 +99,7 @@ def load_rows(
         DataError: a file that can't be read, a column that is not there (name it with --query-field or
             --response-field), or no usable row at all.
     """
-    columns = _Columns(query=query_field, response=response_field)
+    columns = _Columns(query=query_field, response=response_field, messages=messages_field)
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     num_read = 0
@@ -130,54 +134,6 @@ def normalize_response(text: str) -> str:
     return f"{ANSWER_MARK}{text}" if is_number(text) else text
 
 
-def drop_overlap(train: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], int]:
-    """Return the training rows that share no problem with the held-out ones, and how many others there were.
-
-    Two rows share a problem if the query or the original question of one is that of the other, whatever the case and
-    the spaces.
-    """
-    taken = {key for row in held_out for key in _problem_keys(row)}
-    kept = [row for row in train if not taken.intersection(_problem_keys(row))]
-    return kept, len(train) - len(kept)
-
-
-def split_rows(rows: Sequence[Row], num_held_out: int, seed: int) -> Split:
-    """Hold out `num_held_out` rows at random, so that no problem is on both sides.
-
-    All rephrasings of one original question go to the same side; rows that would be left over are dropped and counted.
-
-    Raises:
-        DataError: fewer rows than are to be held out, or nothing left to train on.
-    """
-    if not 0 < num_held_out < len(rows):
-        raise DataError(f"can't hold out {num_held_out:,} of {len(rows):,} rows; hold out fewer, or give more data")
-    rng = Random(seed)
-    order = sorted(range(len(rows)), key=lambda _: rng.random())
-    groups: dict[str, list[Row]] = {}
-    for index in order:
-        groups.setdefault(_fold(rows[index].original_question), []).append(rows[index])
-    held_out: list[Row] = []
-    for group in groups.values():
-        if len(held_out) >= num_held_out:
-            break
-        held_out.extend(group)
-    held_out = held_out[:num_held_out]
-    train, num_shared = drop_overlap(rows, held_out)  # the held-out rows themselves are among those dropped
-    if not train:
-        raise DataError(
-            f"all {len(rows):,} rows share their problems with the {num_held_out:,} held out; hold out fewer"
-        )
-    return Split(train, held_out, num_shared - len(held_out))
-
-
-def _problem_keys(row: Row) -> set[str]:
-    return {_fold(row.query), _fold(row.original_question)}
-
-
-def _fold(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
 def _iterate(source: str | Path, split: str, cache_fallback: Path | None) -> Iterator[Record]:
     path = Path(source).expanduser()
     if path.exists():
@@ -200,9 +156,12 @@ class _FileCount:
 class _Columns:
     """Reads rows out of records and remembers, per file, what was found, for errors that name file, column and flag."""
 
-    def __init__(self, query: str | None, response: str | None) -> None:
+    def __init__(self, query: str | None, response: str | None, messages: str | None) -> None:
         self.query_names = QUERY_FIELDS if query is None else (query,)
         self.response_names = RESPONSE_FIELDS if response is None else (response,)
+        self.message_names = MESSAGE_FIELDS if messages is None else (messages,)
+        self.reads_chats_first = messages is not None
+        self.reads_chats = self.reads_chats_first or query is None
         self.files: dict[str, _FileCount] = {}
 
     def read_row(self, record: Record) -> Row | str:
@@ -210,6 +169,15 @@ class _Columns:
         count = self.files.setdefault(record.file, _FileCount())
         count.num_read += 1
         count.columns.update(dict.fromkeys(record.fields))
+        chat = self._find_chat(record)
+        if chat is not None:
+            messages = read_messages(record, chat, "--messages-field")
+            if isinstance(messages, str):
+                return messages
+            count.num_used += 1
+            return _chat_row(messages, record)
+        if self.reads_chats_first:
+            return "without a chat"
         query = _read_text(record, self.query_names, "--query-field")
         if not query:
             return "without a question"
@@ -228,22 +196,46 @@ class _Columns:
             original_question=original.strip() if isinstance(original, str) and original.strip() else query,
         )
 
+    def _find_chat(self, record: Record) -> str | None:
+        """Return the column of turns, if the record is to be read as a chat."""
+        if not self.reads_chats or (
+            not self.reads_chats_first and any(record.fields.get(name) is not None for name in self.query_names)
+        ):
+            return None
+        return next((name for name in self.message_names if record.fields.get(name) is not None), None)
+
     def check_files(self) -> None:
         """Raise a DataError for the first file of which no record could be used."""
         for file, count in self.files.items():
             if count.num_used:
                 continue
+            found = ", ".join(repr(name) for name in list(count.columns)[:12])
+            chats = [name for name in self.message_names if name in count.columns]
+            if self.reads_chats_first and not chats:
+                wanted = repr(self.message_names[0])
+                raise DataError(f"{file}: no column {wanted}; its columns are {found}; name one with --messages-field")
+            if chats and self.reads_chats:
+                raise DataError(
+                    f"{file}: not one of {count.num_read:,} records has a chat with an answer in column {chats[0]!r}; "
+                    "name another with --messages-field, or columns with --query-field and --response-field"
+                )
             for names, flag in ((self.query_names, "--query-field"), (self.response_names, "--response-field")):
                 parts = [part for name in names for part in _split_names(name)]
                 wanted = " or ".join(repr(name) for name in names)
                 if not any(part in count.columns for part in parts):
-                    found = ", ".join(repr(name) for name in list(count.columns)[:12])
                     raise DataError(f"{file}: no column {wanted}; its columns are {found}; name one with {flag}")
             present = [name for name in self.response_names if name in count.columns] or list(self.response_names)
             raise DataError(
                 f"{file}: not one of {count.num_read:,} records has both a question and a response "
                 f"(column {present[0]!r} is null or blank); name other columns with --query-field and --response-field"
             )
+
+
+def _chat_row(messages: tuple[Message, ...], record: Record) -> Row:
+    query = "\n\n".join(message.content.strip() for message in messages[:-1])
+    kind = record.fields.get("type")
+    kind = kind if isinstance(kind, str) and kind else UNKNOWN_TYPE
+    return Row(query, messages[-1].content.strip(), kind, query, messages)
 
 
 def _split_names(name: str) -> list[str]:

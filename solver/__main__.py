@@ -3,11 +3,13 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from lazytrain.solver.capacity import find_gains, find_largest_batch
+from lazytrain.solver.baselines import Baseline, list_baselines
+from lazytrain.solver.capacity import MakeProblem, find_gains, find_largest_batch
 from lazytrain.solver.chunks import choose_microbatches, list_counts
 from lazytrain.solver.costs import MAX_TOKENS, problem_from_shapes
 from lazytrain.solver.errors import PlannerError
@@ -20,10 +22,13 @@ from lazytrain.solver.explanation import (
     format_screening,
 )
 from lazytrain.solver.hardware import CPU_PRESET, PRESETS, load_hardware
+from lazytrain.solver.memory import GIB, account, find_shortage
 from lazytrain.solver.models import KNOWN_MODELS, load_shapes
+from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import MAX_BYTES, Hardware, Problem, check_number
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
+from lazytrain.solver.traces import write_trace
 
 SIZE_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 SIZE_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -34,36 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         make_problem = _read_problem(options)
-        batch, counts = options.batch, list_counts(options.batch)
-        if options.max_batch:
-            batch, count = _print_largest_batch(make_problem)
-            counts = [count]
-        elif options.microbatch:
-            counts = [-(-batch // options.microbatch)]
-        problem, result, screened = choose_microbatches(
-            lambda count: make_problem(batch, count), counts, time_limit_s=options.time_limit
-        )
+        answer = _solve(options, make_problem) if options.plan is None else _read_plan(options, make_problem)
     except (PlannerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if result.plan is None:
-        print(f"error: {result.message}", file=sys.stderr)
-        return 2
-    played = simulate(problem, result.plan)
-    print(format_plan(problem, result.plan))
-    print(format_prediction(problem, result.plan, played))
-    print(format_baselines(result.baselines, played.step_ms))
-    if len(screened) > 1:
-        print(format_screening(screened))
+    problem, plan = answer.problem, answer.plan
+    played = simulate(problem, plan)
+    print(format_plan(problem, plan))
+    print(format_prediction(problem, plan, played))
+    print(format_baselines(answer.baselines, played.step_ms))
+    if len(answer.screened) > 1:
+        print(format_screening(answer.screened))
     if options.explain:
-        print(format_gains(find_gains(problem, result.plan, time_limit_s=options.time_limit)))
-    if options.json is not None:
-        try:
-            result.plan.save(options.json)
-        except OSError as error:
-            print(f"error: {options.json} can't be written: {error}", file=sys.stderr)
-            return 2
-        print(f"plan written to {options.json}")
+        print(format_gains(find_gains(problem, plan, time_limit_s=options.time_limit)))
+    try:
+        if options.json is not None:
+            plan.save(options.json)
+            print(f"plan written to {options.json}")
+        if options.trace is not None:
+            write_trace(options.trace, problem, plan, played)
+            print(f"trace written to {options.trace}; open it in ui.perfetto.dev or chrome://tracing")
+    except OSError as error:
+        print(f"error: {error.filename} can't be written: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -91,12 +89,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvme", type=parse_size, help="NVMe to fill (default: none)")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the solver (default: %(default)s)")
     parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
+    parser.add_argument("--plan", type=Path, help="price this plan.json, perhaps edited, instead of solving")
     parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")
     parser.add_argument("--json", type=Path, help="write the plan here")
-    return parser.parse_args(arguments)
+    parser.add_argument("--trace", type=Path, help="write the predicted step here, for Perfetto")
+    options = parser.parse_args(arguments)
+    if options.plan is not None and (options.max_batch or options.microbatch):
+        parser.error("--plan says the chunks itself; leave out --max-batch and --microbatch")
+    return options
 
 
-def _read_problem(options: argparse.Namespace) -> Callable[[int, int], Problem]:
+def _read_problem(options: argparse.Namespace) -> MakeProblem:
     """Return (batch, number of microbatches) -> the problem that the options describe."""
     name, shapes = load_shapes(options.model)
     hardware = _limit(load_hardware(options.hardware), options)
@@ -122,7 +125,53 @@ def _read_problem(options: argparse.Namespace) -> Callable[[int, int], Problem]:
     return make
 
 
-def _print_largest_batch(make_problem: Callable[[int, int], Problem]) -> tuple[int, int]:
+class _Answer(NamedTuple):
+    """What is printed: a plan that fits, heuristics beside it, and the numbers of microbatches that were screened."""
+
+    problem: Problem
+    plan: Plan
+    baselines: Sequence[Baseline]
+    screened: Mapping[int, float | None]
+
+
+def _solve(options: argparse.Namespace, make_problem: MakeProblem) -> _Answer:
+    batch, counts = options.batch, list_counts(options.batch)
+    if options.max_batch:
+        batch, count = _print_largest_batch(make_problem)
+        counts = [count]
+    elif options.microbatch:
+        counts = [-(-batch // options.microbatch)]
+    choice = choose_microbatches(lambda count: make_problem(batch, count), counts, time_limit_s=options.time_limit)
+    if choice.result.plan is None:
+        raise PlannerError(choice.result.message)
+    return _Answer(choice.problem, choice.result.plan, choice.result.baselines, choice.screened)
+
+
+def _read_plan(options: argparse.Namespace, make_problem: MakeProblem) -> _Answer:
+    """Return a plan that was saved, and perhaps edited, with a prediction of its own.
+
+    Raises:
+        PlannerError: a field that contradicts another one, or a tier that is too small; both named.
+    """
+    plan = Plan.load(options.plan)
+    check_number(plan.num_microbatches, "plan.num_microbatches", low=1, high=options.batch, integer=True)
+    problem = make_problem(options.batch, plan.num_microbatches)
+    plan.validate(problem)
+    usage = account(problem, plan)
+    for tier, num_bytes in find_shortage(problem, usage).items():
+        where = f" at {usage.device_peak_at}" if tier == "device" else ""
+        raise PlannerError(
+            f"{options.plan} does not fit: it needs {num_bytes / GIB:.2f} GiB more {tier} memory{where}; "
+            "move or recompute more, or plan anew"
+        )
+    if plan.problem_digest != problem.digest:
+        print(f"note: {options.plan} was made for other costs, another batch or another machine", file=sys.stderr)
+    edited = replace(plan, solver={"source": f"read from {options.plan}"}, problem_digest=problem.digest)
+    plan = edited.with_prediction(simulate(problem, edited).predicted)
+    return _Answer(problem, plan, list_baselines(problem), {})
+
+
+def _print_largest_batch(make_problem: MakeProblem) -> tuple[int, int]:
     largest = find_largest_batch(make_problem)
     if not largest.batch:
         raise PlannerError(explain_infeasible(make_problem(1, 1)))

@@ -185,7 +185,7 @@ def _nvme_staging(draft: Draft) -> Affine:
         )
 
     blocks = range(1, len(units) - 1)
-    packs = [part for u in blocks for part in (_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,)))]
+    spilled = [(_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,))) for u in blocks]
     return total(
         (
             largest("weight_bytes", weights=NVME) * draft.prefetch_depth,
@@ -193,7 +193,8 @@ def _nvme_staging(draft: Draft) -> Affine:
             largest("state_bytes", states=NVME, update=CPU),
             largest("weight_bytes", weights=NVME, update=DEVICE) * NUM_RING_BUFFERS,
             largest("state_bytes", states=NVME, update=DEVICE) * (2 * NUM_RING_BUFFERS),
-            add_largest(model, packs) * (2 * NUM_RING_BUFFERS),
+            add_largest(model, [part for parts in spilled for part in parts]) * NUM_RING_BUFFERS,
+            add_largest(model, [total(parts) for parts in spilled]) * NUM_RING_BUFFERS,
         )
     )
 

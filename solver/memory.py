@@ -238,12 +238,13 @@ def _nvme_staging(problem: Problem, plan: Plan) -> int:
 
     weights: Callable[[UnitCost], int] = lambda u: u.weight_bytes  # noqa: E731
     states: Callable[[UnitCost], int] = lambda u: u.state_bytes  # noqa: E731
-    packs = [max(moved_bytes(problem, u, p, (NVME,)), default=0) for u, p in pairs]
+    packs = [moved_bytes(problem, u, p, (NVME,)) for u, p in pairs]
     return (
         plan.prefetch_depth * largest(weights, lambda p: p.weights == NVME)
         + largest(weights, lambda p: p.weights == NVME and p.update == CPU)
         + largest(states, lambda p: p.states == NVME and p.update == CPU)
         + NUM_RING_BUFFERS * largest(weights, lambda p: p.weights == NVME and p.update == DEVICE)
         + 2 * NUM_RING_BUFFERS * largest(states, lambda p: p.states == NVME and p.update == DEVICE)
-        + 2 * NUM_RING_BUFFERS * max(packs)
+        + NUM_RING_BUFFERS * max(max(sizes, default=0) for sizes in packs)  # one is written at a time
+        + NUM_RING_BUFFERS * max(sum(sizes) for sizes in packs)  # a block's are read together
     )

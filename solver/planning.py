@@ -86,11 +86,18 @@ class _Pursuit:
         return self.deadline_s - time.perf_counter()
 
     @property
+    def bound_ms(self) -> float | None:
+        """Return what no plan's step is shorter than; None where a bound is missing."""
+        if set(self.bounds_ms) < set(self.problem.prefetch_depths):
+            return None
+        return min(self.bounds_ms.values())
+
+    @property
     def gap(self) -> float | None:
         """Return how much shorter than the best plan's a step might be, relatively; None without a bound."""
-        if self.best is None or set(self.bounds_ms) < set(self.problem.prefetch_depths):
+        if self.best is None or self.bound_ms is None:
             return None
-        return max(0.0, 1 - min(self.bounds_ms.values()) / self.best_ms)
+        return max(0.0, 1 - self.bound_ms / self.best_ms)
 
     def take(self, plan: Plan, step_ms: float, source: str) -> None:
         """Keep a plan that fits, if its simulated step is shorter (or as short, where only a baseline is known)."""
@@ -99,12 +106,14 @@ class _Pursuit:
             self.best, self.best_ms, self.source = plan, step_ms, source
 
 
-def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) -> Result:
+def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01, rival_ms: float = math.inf) -> Result:
     """Return the fastest plan that was found, by its simulated step.
 
     Args:
         time_limit_s: for everything but the baselines; a net, see the head of this file.
         gap: relative; to stop when the plan is proven to be this near to the best one.
+        rival_ms: the step of another problem's plan that would be taken instead: where no plan can beat it, there is no
+            search.
 
     Never raises for an infeasible problem: `plan` is None and `message` says what is missing.
 
@@ -129,9 +138,10 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
     solver = pursuit.solvers[0] if pursuit.solvers else "none"
     if pursuit.left_s > LEAST_LEFT_S:
         starts = _list_mixed(pursuit)
-        if len(problem.blocks) <= FEW_BLOCKS:
+        is_beaten = pursuit.bound_ms is not None and pursuit.bound_ms >= rival_ms
+        if len(problem.blocks) <= FEW_BLOCKS and not is_beaten:
             _solve_exactly(pursuit, gap)
-        if pursuit.gap is None or pursuit.gap > gap:
+        if not is_beaten and (pursuit.gap is None or pursuit.gap > gap):
             _search(pursuit, starts, baselines)
     seconds = time.perf_counter() - start_s
     if pursuit.best is None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,7 +125,8 @@ class Hardware:
     Attributes:
         device_memory_bytes, host_memory_bytes, nvme_bytes: what the plan may fill (context, fragmentation and other
             programs already taken off).
-        h2d_gbs, d2h_gbs: pinned copies, each direction with the other one busy.
+        h2d_gbs, d2h_gbs: pinned copies, each direction with the other one busy, beside updates on the CPU.
+        quiet_link_gbs: the same where the CPU updates nothing; 0 = no faster.
         host_memory_gbs: DRAM bandwidth, reads and writes together.
         copy_latency_ms: fixed cost of one copy.
         matmul_tflops: achievable by large bf16 matrix products, for analytic costs only.
@@ -147,15 +148,17 @@ class Hardware:
     cpu_update_gparams_s: float
     device_update_gparams_s: float
     is_estimate: bool
+    quiet_link_gbs: float = 0.0
 
     def validate(self, where: str = "hardware") -> None:
         """Raise `PlannerError` for a number that can't be."""
         for name in ("device_memory_bytes", "host_memory_bytes", "nvme_bytes"):
-            low = 0 if name == "nvme_bytes" else 1
-            check_number(getattr(self, name), f"{where}.{name}", low=low, high=MAX_BYTES, integer=True)
+            least = 0 if name == "nvme_bytes" else 1
+            check_number(getattr(self, name), f"{where}.{name}", low=least, high=MAX_BYTES, integer=True)
         for field in fields(self):
             if field.name.endswith(("_gbs", "_tflops", "_gparams_s")):
-                check_number(getattr(self, field.name), f"{where}.{field.name}", low=1e-6, high=MAX_RATE)
+                low = 0.0 if field.name == "quiet_link_gbs" else 1e-6
+                check_number(getattr(self, field.name), f"{where}.{field.name}", low=low, high=MAX_RATE)
         check_number(self.copy_latency_ms, f"{where}.copy_latency_ms", low=0, high=1e3)
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,6 +208,14 @@ class Problem:
     def units(self) -> tuple[UnitCost, ...]:
         """Return all units in forward order."""
         return (self.embed, *self.blocks, self.head)
+
+    def without_cpu_updates(self) -> "Problem | None":
+        """Return the problem in which the CPU updates nothing and copies are faster; None where that is no choice."""
+        link = self.hardware.quiet_link_gbs
+        if not (self.allow_cpu_update and self.allow_device_update) or link <= self.hardware.h2d_gbs:
+            return None
+        hardware = replace(self.hardware, h2d_gbs=link, d2h_gbs=max(link, self.hardware.d2h_gbs))
+        return replace(self, hardware=hardware, allow_cpu_update=False)
 
     @cached_property
     def digest(self) -> str:

@@ -101,7 +101,8 @@ def train(directory: Path, plan: str, events: Events) -> None:
         sums = {name: digest(value) for name, value in read_params(state)}
         sums |= {f"{h.unit.name} state": digest(homes.state_slab(h)) for h in homes.units if h.has_params}
         rows = [
-            {k: v for k, v in row.items() if not k.endswith("_s")} for row in read_metrics(run_dir / "metrics.jsonl")
+            {k: v for k, v in row.items() if k != "last_account" and not k.endswith("_s")}
+            for row in read_metrics(run_dir / "metrics.jsonl")
         ]
         (directory / "result.json").write_text(json.dumps({"sums": sums, "rows": rows, "counts": events.counts}))
 

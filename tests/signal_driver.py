@@ -35,7 +35,7 @@ SMALL = (
     "--max-new-tokens", "6", "--save-every", "2", "--max-tokens", "96", "--prompt", "plain", "--no-eval-before",
 )  # fmt: skip
 NUM_ROWS = 80
-TIMES = ("step_s", "tokens_per_s")
+TIMES = ("step_s", "tokens_per_s", "last_account")
 BOUND = re.compile(r"saved within about (\d+) s")
 
 
@@ -131,8 +131,7 @@ def make_input(directory: Path) -> tuple[str, ...]:
 def main(directory: Path, cases: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     # Rough times are enough: a plan changes no bit.
-    metamathqa.choose_plan = functools.partial(metamathqa.choose_plan, floor_s=0.001)
-    metamathqa.plan_from_file = functools.partial(metamathqa.plan_from_file, floor_s=0.001)
+    metamathqa.Profiler = functools.partial(metamathqa.Profiler, floor_s=0.001)
     files = make_input(directory)
     straight = directory / "straight"
     # Here and not in a forked process: what it imports and loads, all the others find.

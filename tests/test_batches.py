@@ -30,6 +30,7 @@ OPTIONS = st.fixed_dictionaries(
         "seed": st.integers(-3, 2**65),
         "packing": st.booleans(),
         "pad_to_multiple": st.sampled_from([1, 8]),
+        "group_by_length": st.booleans(),
     }
 )
 
@@ -80,7 +81,11 @@ def test_every_epoch_has_every_target_once(sizes: list[tuple[int, int]], options
         assert sorted(seen) == list(range(len(encoded)))
         counts = [stream.count_tokens(step) for step in steps]
         for batch, count in zip(batches, counts):
+            lengths_bs = batch.pop("segment_lengths_bs", None)
             assert all(tuple(tensor.shape) in stream.shapes for tensor in batch.values())
+            assert (lengths_bs is not None) == options["packing"]
+            if lengths_bs is not None:
+                assert lengths_bs.sum(1).tolist() == [batch["tokens_bt"].shape[1]] * len(lengths_bs)
             assert all(tensor.dtype == torch.int64 for tensor in batch.values())
             assert count.real_tokens + count.padding_tokens == batch["tokens_bt"].numel()
             assert count.target_tokens == (batch["targets_bt"] != IGNORE_INDEX).sum()
@@ -152,6 +157,7 @@ def test_packed_segments_restart_and_do_not_predict_each_other() -> None:
         "targets_bt": [103, 104, 105, 106, PAD, -100, 4, PAD, 203, PAD, -100, -100],
         "positions_bt": [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 0, 0],
         "segments_bt": [1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 0, 0],
+        "segment_lengths_bs": [5, 3, 2, 2],
     }
 
 
@@ -206,12 +212,14 @@ def test_padding_is_little_where_lengths_differ_much() -> None:
     shares = {}
     for name, options in {
         "buckets": {},
+        "ungrouped": {"group_by_length": False},
         "one": {"seq_tokens": 400},
         "packed": {"seq_tokens": 400, "packing": True},
     }.items():
         counts = BatchStream(encoded, batch_size=8, **options).epoch_counts
         shares[name] = counts.padding_tokens / (counts.padding_tokens + counts.real_tokens)
     assert shares["one"] > 0.8
+    assert shares["ungrouped"] > 0.8
     assert shares["buckets"] < 0.4
     assert shares["packed"] < 0.02
 

@@ -58,7 +58,7 @@ def test_prompt_that_fills_the_length_is_dropped_counted_and_reported() -> None:
     assert encoded.report.num_targets == 1 + 1 + 5
     assert encoded.report.describe().startswith(
         "dropped 2 of 5 rows (2 with a prompt that fills the whole length; the limit is 8 tokens); "
-        "cut 1 rows at 8 tokens; 3 rows, 24 tokens, 7 targets; lengths up to 50%: 8,"
+        "cut 1 rows at 8 tokens; 3 rows, 24 tokens, 7 targets; lengths before that up to 50%: 9, 90%: 11,"
     )
 
 
@@ -67,6 +67,7 @@ def test_long_row_is_dropped_or_cut() -> None:
     dropped = encode(rows, max_tokens=7)
     assert dropped.lengths.tolist() == [7]
     assert dropped.report.dropped == {"too long": 2}
+    assert dropped.report.length_percentiles == {50: 8, 90: 9, 99: 9, 100: 9}, "of all rows, to choose a limit by"
     cut = encode(rows, max_tokens=7, too_long="truncate")
     assert cut.lengths.tolist() == [7, 7, 7]
     assert cut.report.dropped == {}

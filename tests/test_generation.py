@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lazytrain import generation
+from lazytrain import decoder, generation
 from lazytrain.base import Batch, Model, Params, Unit
 from lazytrain.configuration import ModelConfig, load_config, load_stop_ids, parse_config
 from lazytrain.errors import ConfigError, DataError
@@ -100,6 +102,33 @@ def test_equal_lengths_need_no_mask_and_give_equal_tokens() -> None:
     prompts = [[1, 2, 3], [3, 2, 1], [7, 7, 7]]
     alone = [run(model, config, get_params, prompts=[prompt])[0] for prompt in prompts]
     assert run(model, config, get_params, prompts=prompts) == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_taken_by_their_lengths_give_equal_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, get_params = make_model(family)
+    expected = run(model, config, get_params)
+    seen: list[list[int]] = []
+
+    def attend(q_nhk: Tensor, k_ngk: Tensor, v_ngk: Tensor, bounds_s: Tensor, max_length: int) -> Tensor:
+        """Stand in for the GPU's kernel: each segment on its own."""
+        seen.append(bounds_s.tolist())
+        assert bounds_s.dtype == torch.int32
+        parts = [slice(*bounds) for bounds in pairwise(bounds_s.tolist())]
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(x[part].transpose(0, 1) for x in (q_nhk, k_ngk, v_ngk)), is_causal=True, enable_gqa=True
+            )
+            for part in parts
+            if part.start < part.stop
+        ]
+        return torch.cat([output.transpose(0, 1) for output in outputs])
+
+    monkeypatch.setattr(generation, "takes_lengths", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(decoder, "_attend_by_lengths", attend)
+    assert run(model, config, get_params) == expected
+    assert len(seen) == config.num_hidden_layers, "the prompts' own pass only"
+    assert seen[0][-1] == len(PROMPTS) * 7
 
 
 def test_the_padding_token_does_not_matter() -> None:

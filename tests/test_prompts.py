@@ -69,7 +69,7 @@ def test_metamath_prompt_is_that_of_its_evaluation() -> None:
 
 
 def test_unknown_prompt_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"--prompt alpaca: unknown; known are metamath, plain"):
+    with pytest.raises(ConfigError, match=r"--prompt alpaca: unknown; known are metamath, plain, chat"):
         get_prompt("alpaca")
 
 

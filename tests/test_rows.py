@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lazytrain.errors import DataError
 from lazytrain.recipes.answers import extract_answer, is_number
-from lazytrain.recipes.rows import Row, drop_overlap, load_rows, normalize_response, split_rows
+from lazytrain.recipes.rows import Row, load_rows, normalize_response
+from lazytrain.recipes.splits import drop_overlap, split_rows
 
 METAMATH = {"query": "Q1", "response": "R1\nThe answer is: 1", "type": "GSM_Rephrased", "original_question": "O1"}
 

@@ -242,3 +242,14 @@ def test_simulation_accounts_for_every_queue() -> None:
         events = [event for event in played.timeline if event.queue == queue]
         assert all(event.end_ms >= event.start_ms for event in events)
         assert busy_ms <= played.step_ms * (1 + AGREEMENT)
+
+
+def test_a_problem_that_cannot_beat_its_rival_is_not_searched() -> None:
+    problem = make_toy_problem(3, num_blocks=12)
+    searched = solve(problem, gap=0.0)
+    beaten = solve(problem, gap=0.0, rival_ms=searched.statistics["bound_ms"])
+    assert beaten.plan is not None
+    assert beaten.statistics["num_evaluations"] <= planning.MAX_ARRANGEMENTS * len(problem.prefetch_depths)
+    assert searched.statistics["num_evaluations"] > beaten.statistics["num_evaluations"]
+    assert beaten.plan.predicted is not None
+    assert beaten.plan.predicted.step_ms >= searched.statistics["bound_ms"]

@@ -11,6 +11,7 @@ from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, m
 
 from lazytrain import adamw8bit, make_train_step
 from lazytrain.solver.plan import Plan
+from lazytrain.trainer import param_getter
 
 NUM_BLOCKS, ROWS = 4, 8
 FORWARD_MATMUL_FLOPS = 2 * ROWS * T * D * FF  # one of a block's two
@@ -114,3 +115,19 @@ def test_a_unit_that_the_cpu_updates_is_not_loaded_ahead() -> None:
         ("load states", "blocks.0"),
         ("load grads", "blocks.0"),
     ]
+
+
+def test_nothing_is_recorded_between_steps() -> None:
+    model = make_model(NUM_BLOCKS)
+    step = make_train_step(model, adamw8bit(1e-3), make_plan(depth=2), device="cpu")
+    state, _ = step(step.init(make_params(model)), make_batch(0, rows=ROWS))
+    get = param_getter(state)
+    before = len(state.engine.lanes._spans)
+    for _ in range(3):
+        for unit in model.blocks:
+            get(unit)
+    assert len(state.engine.lanes._spans) == before
+    for i in (1, 2):
+        state, metrics = step(state, make_batch(i, rows=ROWS))
+    assert metrics.last_account is not None
+    assert sum(metrics.last_account[1:]) == pytest.approx(metrics.last_account.step_ms)

@@ -1,0 +1,194 @@
+"""The costs of one unit, measured: residual points, head, embed, updates; on random weights of the real shapes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lazytrain.base import Batch, Context, Model, Params, Unit
+from lazytrain.homes import owned_params
+from lazytrain.layout import UnitLayout
+from lazytrain.optimizer import AdamWSettings, update_unit_into
+from lazytrain.programs import BlockPrograms, ProgramCache
+from lazytrain.solver.problem import ResidualPoint, UnitCost
+from lazytrain.sweep import embed_grads_into, head_grads_into
+from lazytrain.timer import Timer
+
+
+def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
+    """Return random parameters of a unit's shapes: small matrices, vectors of one."""
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.ones(spec.shape, device=device, dtype=dtype)
+        if len(spec.shape) < 2
+        else torch.randn(spec.shape, device=device, dtype=dtype, generator=generator) * 0.02
+        for name, spec in unit.params.items()
+    }
+
+
+def end_params(model: Model, device: torch.device, dtype: torch.dtype) -> tuple[Params, Params]:
+    """Return random parameters of embed and head, tied ones shared."""
+    embed = random_unit_params(model.embed, device, dtype)
+    head = random_unit_params(replace(model.head, params=owned_params(model, model.head)), device, dtype)
+    return embed, head | {name: embed[source] for name, source in model.tied.items()}
+
+
+def make_program(
+    unit: Unit,
+    settings: AdamWSettings,
+    x_btd: Tensor,
+    ctx: Context,
+    dtype: torch.dtype,
+    programs: ProgramCache,
+    timer: Timer,
+    report: Callable[[str], None],
+) -> BlockPrograms:
+    """Make a block's programs and run each once, which compiles it: before any is timed, as the device cools down."""
+    start_s = time.perf_counter()
+    params = random_unit_params(unit, timer.device, dtype)
+    program = programs.get(unit.kind, unit.fn, params, x_btd, ctx, layout=settings.layout(unit.params, dtype))
+    dy_btd = torch.randn_like(x_btd) * 1e-3
+    for point in program.points:
+        residuals = program.forward_keep(point.index, params, x_btd, ctx)[1]
+        program.backward(point.index, params, x_btd, ctx, residuals, dy_btd)
+    if programs.compiles:
+        seconds = time.perf_counter() - start_s
+        report(f"compiled {len(program.points)} residual points of {unit.kind!r} in {seconds:.1f} s")
+    return program
+
+
+def profile_block(
+    unit: Unit,
+    settings: AdamWSettings,
+    x_btd: Tensor,
+    ctx: Context,
+    dtype: torch.dtype,
+    program: BlockPrograms,
+    timer: Timer,
+) -> UnitCost:
+    """Measure a block at every point of its residual curve."""
+    params = random_unit_params(unit, timer.device, dtype)
+    layout = settings.layout(unit.params, dtype)
+    dy_btd = torch.randn_like(x_btd) * 1e-3
+    timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
+    points = tuple(_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
+    return _unit_cost(unit, layout, x_btd, points, settings, timer)
+
+
+def _profile_point(
+    program: BlockPrograms, index: int, params: Params, x_btd: Tensor, ctx: Context, dy_btd: Tensor, timer: Timer
+) -> ResidualPoint:
+    def forward() -> Any:
+        return program.forward_keep(index, params, x_btd, ctx)
+
+    residuals = forward()[1]
+    forward_ms = timer.median_ms(forward)
+    kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
+
+    def backward() -> Any:
+        return program.backward(index, params, x_btd, ctx, residuals, dy_btd)
+
+    backward_ms = timer.median_ms(backward)
+    peaks = (timer.extra_bytes(forward), timer.extra_bytes(backward))
+    if peaks[0] is None or peaks[1] is None:
+        # Nobody counts on the CPU: all intermediates of the block, which keep-all bounds, for a recompute.
+        workspace = program.points[-1].residual_bytes
+    else:
+        workspace = max(peaks[0] - kept_bytes, peaks[1])
+    return ResidualPoint(
+        residual_bytes=kept_bytes, forward_ms=forward_ms, backward_ms=backward_ms, workspace_bytes=max(0, workspace)
+    )
+
+
+def profile_head(
+    model: Model,
+    settings: AdamWSettings,
+    params: Params,
+    chunk: Batch,
+    x_btd: Tensor,
+    dtype: torch.dtype,
+    timer: Timer,
+) -> UnitCost:
+    """Measure the head: loss and gradients of one chunk."""
+    sums = _make_sums(params)
+
+    def work() -> Any:
+        return head_grads_into(model.head, params, x_btd, chunk, 1e-3, sums)
+
+    point = ResidualPoint(
+        residual_bytes=0,
+        forward_ms=0.0,
+        backward_ms=timer.median_ms(work),
+        workspace_bytes=timer.extra_bytes(work) or 0,
+    )
+    return _unit_cost(
+        model.head, settings.layout(owned_params(model, model.head), dtype), x_btd, (point,), settings, timer
+    )
+
+
+def profile_embed(
+    model: Model,
+    settings: AdamWSettings,
+    params: Params,
+    chunk: Batch,
+    x_btd: Tensor,
+    dtype: torch.dtype,
+    timer: Timer,
+) -> UnitCost:
+    """Measure the embed: rows forward, their sum backward."""
+    dx_btd, sums = torch.randn_like(x_btd) * 1e-3, _make_sums(params)
+
+    def backward() -> Any:
+        return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
+
+    point = ResidualPoint(
+        residual_bytes=0,
+        forward_ms=timer.median_ms(lambda: model.embed.fn(params, chunk)),
+        backward_ms=timer.median_ms(backward),
+        workspace_bytes=timer.extra_bytes(backward) or 0,
+    )
+    layout = settings.layout(model.embed.params, dtype)
+    cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
+    return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
+
+
+def _make_sums(params: Params) -> Params:
+    return {name: torch.zeros_like(value, dtype=torch.float32) for name, value in params.items()}
+
+
+def _unit_cost(
+    unit: Unit,
+    layout: UnitLayout,
+    x_btd: Tensor,
+    points: tuple[ResidualPoint, ...],
+    settings: AdamWSettings,
+    timer: Timer,
+) -> UnitCost:
+    return UnitCost(
+        name=unit.name,
+        kind=unit.kind,
+        num_params=sum(place.numel for place in layout.places),
+        weight_bytes=layout.weight_bytes,
+        state_bytes=layout.state_bytes,
+        grad_bytes=layout.weight_bytes,
+        boundary_bytes=x_btd.numel() * x_btd.element_size(),
+        points=points,
+        cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu"))),
+        device_update_ms=_update_ms(layout, settings, timer),
+    )
+
+
+def make_update(layout: UnitLayout, settings: AdamWSettings, device: torch.device) -> Callable[[], None]:
+    """Return a function that makes one update of a unit of this layout, on tensors of its own."""
+    weights = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+    state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=device)
+    grads = torch.full((layout.numel,), 1e-4, dtype=layout.dtype, device=device)
+    hyper = settings.hyper(1e-5, 10)
+    return lambda: update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper)
+
+
+def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer) -> float:
+    return timer.median_ms(make_update(layout, settings, timer.device)) if layout.numel else 0.0

@@ -1,0 +1,237 @@
+"""The planner's own tables as Markdown: how fast it solves, what it gains, the largest batches, what fits where.
+
+    python -m lazytrain.recipes.planner_tables solve-times|gains|batches|which-models
+
+Every number is a prediction by the planner, with costs reckoned from a model's shapes, for preset machines (see
+`lazytrain.solver.hardware`). Nothing is measured but the solver's own time. Rows are printed as they are found.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lazytrain.solver.baselines import list_baselines
+from lazytrain.solver.capacity import find_largest_batch
+from lazytrain.solver.chunks import Choice, choose_microbatches, list_counts
+from lazytrain.solver.costs import problem_from_config
+from lazytrain.solver.hardware import PRESETS, USABLE_HOST_SHARE
+from lazytrain.solver.memory import GIB
+from lazytrain.solver.models import KNOWN_MODELS
+from lazytrain.solver.planning import Result, solve
+from lazytrain.solver.problem import Hardware, Problem
+from lazytrain.solver.shortage import count_missing_bytes, find_least_shortage
+from lazytrain.solver.simulator import simulate
+
+SEQ = 1024
+NUM_BLOCKS = (24, 28, 36, 48, 64, 80, 128)
+# Compute, the link, and the CPU's update are short in turn: machine and rows of 1024 tokens for the 7B shape's blocks.
+SOLVED_CASES = (("rtx3090", 16), ("h800", 64), ("h200", 8))
+ROOMY_HOST_BYTES = 1024 * GIB
+GAINS_MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+GAINS_MACHINES = ("rtx3090", "h800", "h200")
+GAINS_BATCHES = (1, 16, 64)
+BATCH_MODELS = ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")
+BATCH_DEVICE_BYTES = 24 * GIB
+BATCH_MACHINE = "h200"  # its link and host; the limit above stands for the smaller card
+WHICH_MACHINES = ("rtx3090", "rtx4090", "a100-40g", "h100", "h200")
+WHICH_HOSTS_GIB = (64, 128, 256, 512)
+WHICH_BATCH = 16
+FIXED_RULES = ("recompute_all", "fixed_interval")
+Row = Sequence[str]
+
+
+class Answer(NamedTuple):
+    """A plan for a model on a machine, and the heuristics' best steps over all chunk sizes, by name."""
+
+    problem: Problem
+    result: Result
+    heuristics_ms: dict[str, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(prog="python -m lazytrain.recipes.planner_tables", description=__doc__)
+    parser.add_argument("table", choices=sorted(TABLES))
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of each solve (default: %(default)s)")
+    parser.add_argument("--only", help="only rows that begin with this, for example one machine")
+    options = parser.parse_args(arguments)
+    for row in TABLES[options.table](options.time_limit, options.only):
+        print(f"| {' | '.join(row)} |", flush=True)
+    return 0
+
+
+def list_solve_times(time_limit_s: float, only: str | None) -> Iterator[Row]:
+    """Yield seconds and gap by the number of blocks, median and worst of the cases."""
+    yield "blocks", "seconds, median (worst)", "of it baselines", "gap, median (worst)", "ended before the limit"
+    yield ("---",) * 5
+    for count in NUM_BLOCKS:
+        if only and not str(count).startswith(only):
+            continue
+        seconds, baseline_s, gaps, ended = [], [], [], 0
+        for machine, batch in SOLVED_CASES:
+            config = {**KNOWN_MODELS["qwen2.5-7b"], "num_hidden_layers": count}
+            hardware = replace(PRESETS[machine], host_memory_bytes=ROOMY_HOST_BYTES)
+            problem = _make(config, hardware, batch, 1)
+            start_s = time.perf_counter()
+            list_baselines(problem)
+            baseline_s.append(time.perf_counter() - start_s)
+            result = solve(problem, time_limit_s=time_limit_s)
+            gap = result.statistics["gap"]
+            seconds.append(result.statistics["seconds"])
+            gaps.append(float("nan") if gap is None else gap)
+            ended += seconds[-1] - baseline_s[-1] < 0.95 * time_limit_s
+            print(f"{count} blocks, {machine}: {seconds[-1]:.1f} s, gap {gaps[-1]:.2%}", file=sys.stderr, flush=True)
+        yield (
+            str(count),
+            f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
+            f"{statistics.median(baseline_s):.1f}",
+            f"{statistics.median(gaps):.1%} ({max(gaps):.1%})",
+            f"{ended} of {len(SOLVED_CASES)}",
+        )
+
+
+def list_gains(time_limit_s: float, only: str | None) -> Iterator[Row]:
+    """Yield the plan's step beside those of recompute_all, fixed_interval and the best heuristic."""
+    yield (
+        *("machine", "model", "tokens", "memory", "step ms", "tokens/s"),
+        *("recompute all", "fixed interval", "best heuristic", "gap"),
+    )
+    yield ("---",) * 10
+    for machine in GAINS_MACHINES:
+        if only and not machine.startswith(only):
+            continue
+        for model in GAINS_MODELS:
+            for batch in GAINS_BATCHES:
+                yield machine, model, f"{batch}k", *_compare(model, PRESETS[machine], batch, time_limit_s)
+
+
+def list_batches(time_limit_s: float, only: str | None) -> Iterator[Row]:
+    """Yield the largest batch of every model, in one chunk and in as many as it takes; solved and by strategy."""
+    hardware = replace(PRESETS[BATCH_MACHINE], device_memory_bytes=BATCH_DEVICE_BYTES)
+    names: list[str] = []
+    for model in BATCH_MODELS:
+        for is_whole in (True, False):
+            if only and not model.startswith(only):
+                continue
+
+            def make(batch: int, count: int, model: str = model, is_whole: bool = is_whole) -> Problem:
+                return _make(KNOWN_MODELS[model], hardware, batch, 1 if is_whole else count)
+
+            largest = find_largest_batch(make)
+            if not names:
+                names = sorted(largest.strategies)
+                yield "model", "chunks", "solved", *(name.replace("_", " ") for name in names), "proven none above"
+                yield ("---",) * (4 + len(names))
+            sizes = (str(largest.strategies[name]) for name in names)
+            chunks = "1" if is_whole else str(largest.num_microbatches)
+            yield model, chunks, str(largest.batch), *sizes, str(largest.bound)
+
+
+def list_which_models(time_limit_s: float, only: str | None) -> Iterator[Row]:
+    """Yield, by machine and host memory, the largest known model that trains, without NVMe and with it."""
+    yield "machine", "host", "in RAM", "tokens/s", "bound by", "with NVMe", "tokens/s", "bound by"
+    yield ("---",) * 8
+    for machine in WHICH_MACHINES:
+        if only and not machine.startswith(only):
+            continue
+        for host_gib in WHICH_HOSTS_GIB:
+            host_bytes = int(host_gib * USABLE_HOST_SHARE * GIB)
+            hardware = replace(PRESETS[machine], host_memory_bytes=host_bytes)
+            without = _find_largest_model(hardware, allow_nvme=False)
+            spilled = _find_largest_model(hardware, allow_nvme=True)
+            cells = _describe(without, hardware, time_limit_s, allow_nvme=False)
+            same = ("the same", "", "")
+            more = same if spilled == without else _describe(spilled, hardware, time_limit_s, allow_nvme=True)
+            yield machine, f"{host_gib} GiB", *cells, *more
+
+
+def _make(config: object, hardware: Hardware, batch: int, count: int, *, allow_nvme: bool = False) -> Problem:
+    microbatch = -(-batch // count)
+    return problem_from_config(
+        config, hardware, batch=batch, seq=SEQ, microbatch=microbatch, allow_nvme=allow_nvme, name="table"
+    )
+
+
+def _make_counted(model: str, hardware: Hardware, batch: int, *, allow_nvme: bool) -> Callable[[int], Problem]:
+    return lambda count: _make(KNOWN_MODELS[model], hardware, batch, count, allow_nvme=allow_nvme)
+
+
+def _choose(model: str, hardware: Hardware, batch: int, time_limit_s: float, *, allow_nvme: bool) -> Choice:
+    make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
+    return choose_microbatches(make, list_counts(batch), time_limit_s=time_limit_s)
+
+
+def _fits(model: str, hardware: Hardware, batch: int, *, allow_nvme: bool) -> bool:
+    make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
+    return any(count_missing_bytes(make(count)) == 0 for count in list_counts(batch))
+
+
+def _answer(model: str, hardware: Hardware, batch: int, time_limit_s: float, *, allow_nvme: bool) -> Answer:
+    choice = _choose(model, hardware, batch, time_limit_s, allow_nvme=allow_nvme)
+    steps: dict[str, float] = {}
+    make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
+    for count in list_counts(batch):
+        for baseline in list_baselines(make(count), num_random=0, with_greedy=False):
+            steps[baseline.name] = min(baseline.step_ms, steps.get(baseline.name, float("inf")))
+    for baseline in choice.result.baselines:
+        steps[baseline.name] = min(baseline.step_ms, steps.get(baseline.name, float("inf")))
+    return Answer(choice.problem, choice.result, steps)
+
+
+def _compare(model: str, hardware: Hardware, batch: int, time_limit_s: float) -> Row:
+    """Return memory, step, tokens/s, the heuristics' steps as multiples of it, and the gap."""
+    allow_nvme = not _fits(model, hardware, batch, allow_nvme=False)
+    answer = _answer(model, hardware, batch, time_limit_s, allow_nvme=allow_nvme)
+    plan = answer.result.plan
+    if plan is None or plan.predicted is None:
+        missing = find_least_shortage(answer.problem).items()
+        needs = ", ".join(f"{tier} {num_bytes / GIB:+.1f} GiB" for tier, num_bytes in missing)
+        return f"does not fit, NVMe included ({needs})", *("-",) * 6
+    step_ms, gap = plan.predicted.step_ms, answer.result.statistics["gap"]
+
+    def ratio(name: str) -> str:
+        return f"{answer.heuristics_ms[name] / step_ms:.2f}" if name in answer.heuristics_ms else "does not fit"
+
+    best = min(answer.heuristics_ms, key=lambda name: answer.heuristics_ms[name], default=None)
+    return (
+        "NVMe" if allow_nvme else "host",
+        f"{step_ms:.0f}",
+        f"{answer.problem.tokens_per_step / step_ms * 1e3:,.0f}",
+        *(ratio(name) for name in FIXED_RULES),
+        "-" if best is None else f"{ratio(best)} ({best})",
+        "-" if gap is None else f"{gap:.1%}",
+    )
+
+
+def _find_largest_model(hardware: Hardware, *, allow_nvme: bool) -> str | None:
+    def num_params(model: str) -> int:
+        return sum(unit.num_params for unit in _make(KNOWN_MODELS[model], hardware, 1, 1).units)
+
+    models = sorted(KNOWN_MODELS, key=num_params, reverse=True)
+    fitting = (model for model in models if _fits(model, hardware, WHICH_BATCH, allow_nvme=allow_nvme))
+    return next(fitting, None)
+
+
+def _describe(model: str | None, hardware: Hardware, time_limit_s: float, *, allow_nvme: bool) -> Row:
+    if model is None:
+        return "none", "-", "-"
+    choice = _choose(model, hardware, WHICH_BATCH, time_limit_s, allow_nvme=allow_nvme)
+    if choice.result.plan is None:
+        return f"{model}, but no plan was found", "-", "-"
+    played = simulate(choice.problem, choice.result.plan)
+    return model, f"{choice.problem.tokens_per_step / played.step_ms * 1e3:,.0f}", played.bound_by
+
+
+TABLES: dict[str, Callable[[float, str | None], Iterator[Row]]] = {
+    "solve-times": list_solve_times,
+    "gains": list_gains,
+    "batches": list_batches,
+    "which-models": list_which_models,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

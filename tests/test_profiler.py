@@ -1,0 +1,104 @@
+"""What the profile hands to the planner: real sizes, times of this machine, the machine measured once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toys import make_batch, make_model
+
+from lazytrain import adamw8bit, links
+from lazytrain.planning import choose_plan, solve_problem
+from lazytrain.profiler import Profiler
+from lazytrain.programs import ProgramCache
+from lazytrain.timer import Timer
+
+GIB = 1 << 30
+
+
+def make_profiler(**changes: object) -> Profiler:
+    profiler = Profiler(
+        model=make_model(4),
+        settings=adamw8bit(1e-3).settings,
+        batch=make_batch(0, rows=8),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        programs=ProgramCache(),
+        limits={"device": GIB, "host": 2 * GIB},
+        floor_s=0.002,
+    )
+    return replace(profiler, **changes)
+
+
+def test_sizes_are_those_of_the_layouts_and_curves() -> None:
+    profiler = make_profiler()
+    problem = profiler.problem(2)
+    layout = profiler.settings.layout(profiler.model.blocks[0].params, torch.float32)
+    assert [block.name for block in problem.blocks] == [unit.name for unit in profiler.model.blocks]
+    for block in problem.blocks:
+        assert (block.weight_bytes, block.state_bytes) == (layout.weight_bytes, layout.state_bytes)
+        kept = [point.residual_bytes for point in block.points]
+        assert kept[0] == 0
+        assert kept == sorted(set(kept))
+        assert all(point.forward_ms > 0 and point.backward_ms > 0 for point in block.points)
+        assert block.cpu_update_ms > 0
+    assert problem.tied
+    assert problem.head.num_params == sum(s.numel for n, s in profiler.model.head.params.items() if n != "out")
+
+
+def test_costs_are_per_chunk() -> None:
+    profiler = make_profiler()
+    whole, halves = profiler.problem(1), profiler.problem(2)
+    assert whole.blocks[0].boundary_bytes == 2 * halves.blocks[0].boundary_bytes
+    assert whole.blocks[0].points[-1].residual_bytes == 2 * halves.blocks[0].points[-1].residual_bytes
+
+
+def test_the_machine_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = links.measure_machine
+    monkeypatch.setattr(
+        "lazytrain.profiler.measure_machine", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
+    profiler = make_profiler()
+    assert profiler.problem(1).hardware is profiler.problem(2).hardware
+    assert calls == [1]
+
+
+def test_what_may_not_be_updated_on_one_side_is_not() -> None:
+    problem = make_profiler(allow_device_update=False).problem(1)
+    planned = solve_problem(problem)
+    assert planned is not None
+    assert {unit.update for unit in planned.plan.blocks} == {"cpu"}
+
+
+def test_a_link_that_is_faster_without_cpu_updates_is_a_variant_of_its_own() -> None:
+    problem = make_profiler().problem(1)
+    assert problem.without_cpu_updates() is None, "on a CPU both share the cores"
+    faster = replace(problem, hardware=replace(problem.hardware, h2d_gbs=10.0, d2h_gbs=20.0, quiet_link_gbs=15.0))
+    variant = faster.without_cpu_updates()
+    assert variant is not None
+    assert not variant.allow_cpu_update
+    assert (variant.hardware.h2d_gbs, variant.hardware.d2h_gbs) == (15.0, 20.0)
+    assert variant.without_cpu_updates() is None
+    planned = solve_problem(faster, variant)
+    assert planned is not None
+    others = [solve_problem(faster), solve_problem(variant)]
+    steps = [other.plan.predicted.step_ms for other in others if other is not None and other.plan.predicted is not None]
+    assert planned.plan.predicted is not None
+    assert planned.plan.predicted.step_ms == min(steps)
+
+
+def test_compiling_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    programs = ProgramCache(compile=True, budgets=())
+    # The compiler itself is tested elsewhere: here it only has to be asked for.
+    monkeypatch.setattr("lazytrain.compilation.torch.compile", lambda function, **options: function)
+    planned = choose_plan(make_profiler(programs=programs), num_microbatches=1, report=lines.append)
+    assert planned.plan.num_microbatches == 1
+    assert [line.split(" in ")[0] for line in lines] == ["compiled 1 residual points of 'block'"]
+
+
+def test_median_time_is_that_of_one_call() -> None:
+    timer = Timer(device=torch.device("cpu"), floor_s=0.05)
+    x = torch.randn(256, 256)
+    once, twice = timer.median_ms(lambda: x @ x), timer.median_ms(lambda: (x @ x, x @ x))
+    assert 0 < once < twice
