@@ -281,9 +281,7 @@ def _choose(name: str, problem: Problem) -> Planned | None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m lazytrain.recipes.bench", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="lazytrain bench", description=(__doc__ or "").split("\n\n")[0])
     known: dict[str, Any] = {"help": f"a model directory, or one of: {', '.join(KNOWN_MODELS)}"}
     parser.add_argument("--model", required=True, **known)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")

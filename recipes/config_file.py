@@ -9,6 +9,7 @@ One flat table: a key is a flag without its dashes, and a value is what one woul
 
 import argparse
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,6 +122,8 @@ def _convert(action: argparse.Action, value: Any) -> Any:
         raise ValueError(f"must be a text or a number, not a {type(value).__name__}")
     if not isinstance(value, str) and action.type in (None, Path):
         raise ValueError('must be a text: put it in "quotes"')
+    if isinstance(value, str) and value.startswith("~/"):
+        value = os.path.expanduser(value)  # on a command line the shell does this
     made = action.type(str(value)) if callable(action.type) else value
     if action.choices is not None and made not in action.choices:
         raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")

@@ -16,6 +16,8 @@ def effective_values(options: Options) -> dict[str, Any]:
     for name, value in values.items():
         if value is None:
             values[name] = getattr(settings, RENAMED.get(name, name), None)
+    # A step's rows are the flag's, times --accumulate where there is such a flag.
+    values["batch_size"] = settings.batch_size // getattr(options, "accumulate", 1)
     if values["steps"] is not None:
         values["epochs"] = options.epochs  # steps decide
     return values

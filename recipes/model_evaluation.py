@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from lazytrain.base import Model, Params, Unit
 from lazytrain.configuration import load_config
 from lazytrain.engine import Engine
 from lazytrain.errors import LazyTrainError
+from lazytrain.homes import owned_params
 from lazytrain.planning import default_limits
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.batches import BatchStream
@@ -37,8 +39,29 @@ from lazytrain.transformer import transformer_model
 WEIGHTS_SHARE = 0.7
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """One tensor of a model's files, in the place of a unit's home: `read_params` finds it at its only place."""
+
+    full_name: str
+    shape: tuple[int, ...]
+    numel: int
+    offset: int = 0
+    has_params: bool = True
+
+    @property
+    def layout(self) -> "FileTensor":
+        """Return what knows the places."""
+        return self
+
+    @property
+    def places(self) -> tuple["FileTensor"]:
+        """Return the only place."""
+        return (self,)
+
+
 class FileEngine:
-    """What generation asks of a trainer's engine, from a model's files: parameters, and where they are.
+    """What evaluation asks of a trainer's engine, from a model's files: all weights, or one unit's on the device.
 
     Units stay on the device as long as they fit into `room_bytes`.
     """
@@ -48,11 +71,21 @@ class FileEngine:
     ) -> None:
         self.model, self.device, self.dtype = model, device, dtype
         self.live_step = 0
+        self.homes = self
+        self.units = [
+            FileTensor(full_name=spec.full_name, shape=spec.shape, numel=spec.numel)
+            for unit in model.units
+            for spec in owned_params(model, unit).values()
+        ]
         self._files, self._room_bytes = files, room_bytes
         self._kept: dict[str, Params] = {}
 
     def finish_updates(self) -> None:
         """Do nothing: nothing is updated."""
+
+    def weights_slab(self, home: FileTensor) -> torch.Tensor:
+        """Return a tensor's elements in one row."""
+        return self._files.read(home.full_name).flatten()
 
     def unit_params(self, unit: Unit) -> tuple[Params, bool]:
         """Return a unit's parameters on the device, and whether they will be read again the next time."""

@@ -115,6 +115,12 @@ def test_yaml_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: p
         read_config(Path(write(tmp_path, YAML, "run.yaml")))
 
 
+def test_a_tilde_is_the_home_as_on_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    options = parse_options(["--config", write(tmp_path, 'model = "~/models/a"\ndata = "~/rows.jsonl"')])
+    assert (options.model, options.data) == (Path("/home/someone/models/a"), "/home/someone/rows.jsonl")
+
+
 def test_an_empty_yaml_file_sets_nothing(tmp_path: Path) -> None:
     assert parse_options(["--config", write(tmp_path, "", "run.yaml")]) == parse_options([])
 

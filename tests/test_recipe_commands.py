@@ -3,17 +3,23 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from lazytrain.configuration import load_config
+from lazytrain.engine import Engine
 from lazytrain.recipes import model_evaluation
 from lazytrain.recipes.command import main
+from lazytrain.recipes.model_evaluation import FileEngine
 from lazytrain.shards import open_model_dir
 from lazytrain.solver.plan import Plan
+from lazytrain.trainer import TrainState, read_params
+from lazytrain.transformer import transformer_model
 
 pytestmark = pytest.mark.slow
-EVAL = ("--eval-limit", "6", "--max-new-tokens", "6")
+EVAL = ("--max-new-tokens", "6")
 FLAGS = ("--device", "cpu", "--steps", "3", "--batch-size", "8", *EVAL)
 
 
@@ -85,8 +91,18 @@ def test_eval_of_the_model_gives_the_runs_own_samples(
     assert main(["eval", *flags, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "samples.jsonl").read_bytes() == (out / "samples.jsonl").read_bytes()
     score = json.loads((tmp_path / "score.json").read_text())
-    assert score["total"] == score["correct"] + score["wrong"] + score["no_answer"] == 6
+    assert score["total"] == score["correct"] + score["wrong"] + score["no_answer"] == 240
     assert "exact match" in capsys.readouterr().out
+
+
+def test_all_weights_of_a_model_directory_can_be_read_as_a_state(out: Path) -> None:
+    files = open_model_dir(out / "model")
+    model = transformer_model(load_config(files.path))
+    engine = FileEngine(model, files, torch.device("cpu"), torch.float32, 0)
+    state = TrainState(step=0, num_updates=0, seed=0, engine=cast(Engine, engine))
+    found = dict(read_params(state))
+    assert found.keys() == files.tensors.keys()
+    assert all(torch.equal(tensor, files.read(name)) for name, tensor in found.items())
 
 
 def test_eval_of_nothing_says_so(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
