@@ -126,7 +126,7 @@ def list_batches(time_limit_s: float, only: str | None) -> Iterator[Row]:
             largest = find_largest_batch(make)
             if not names:
                 names = sorted(largest.strategies)
-                yield "model", "chunks", "solved", *(name.replace("_", " ") for name in names), "proven none above"
+                yield "model", "chunks", "solved", *(name.replace("_", " ") for name in names), "none above"
                 yield ("---",) * (4 + len(names))
             sizes = (str(largest.strategies[name]) for name in names)
             chunks = "1" if is_whole else str(largest.num_microbatches)
