@@ -17,6 +17,7 @@ from lazytrain.solver.explanation import (
     format_baselines,
     format_gains,
     format_largest_batch,
+    format_load,
     format_plan,
     format_prediction,
     format_screening,
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(answer.screened) > 1:
         print(format_screening(answer.screened))
     if options.explain:
+        print(format_load(problem, plan, played))
         print(format_gains(find_gains(problem, plan, time_limit_s=options.time_limit)))
     try:
         if options.json is not None:

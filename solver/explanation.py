@@ -10,6 +10,7 @@ from lazytrain.solver.problem import Problem, UnitCost
 from lazytrain.solver.simulator import Simulation, simulate
 
 COLUMNS = ("unit", "weights", "states", "update", "grads", "keeps", "residuals", "boundary")
+NUM_FULLEST = 3
 
 
 def format_plan(problem: Problem, plan: Plan) -> str:
@@ -59,6 +60,15 @@ def format_largest_batch(largest: LargestBatch) -> str:
     rows += sorted(((name, str(size)) for name, size in largest.strategies.items()), key=lambda row: -int(row[1]))
     proof = "proven: no larger one fits" if largest.bound == largest.batch else f"none above {largest.bound} can fit"
     return "\n".join([*_table(rows), proof])
+
+
+def format_load(problem: Problem, plan: Plan, simulation: Simulation) -> str:
+    """Return how much of a step each queue is busy, and the positions at which the device is fullest."""
+    shares = [(ms / simulation.step_ms, queue) for queue, ms in simulation.busy_ms.items() if ms]
+    busy = ", ".join(f"{queue} {share:.0%}" for share, queue in sorted(shares, reverse=True))
+    fullest = sorted(account(problem, plan).device, key=lambda item: -item[1])[:NUM_FULLEST]
+    places = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in fullest)
+    return f"busy: {busy}\nfullest: {places}"
 
 
 def format_gains(gains_ms: Mapping[str, float]) -> str:
