@@ -91,7 +91,7 @@ class Sweep:
             else:
                 with self.lanes.span(COMPUTE, "arrive", home.unit.name, [arrival.ticket, stash.take_oldest()]) as done:
                     pass
-            self.arrivals.used(arrival, done)
+            self.arrivals.used(home, done)
             prefetch.launched(position)
         return xs, stash
 
@@ -103,7 +103,7 @@ class Sweep:
         Returns:
             The unscaled sum of losses (fp32, 0-d, on the device) and the cotangents of `scale` times it, dx_btd each.
         """
-        params, home = self.head_params(), self.homes.units[-1]
+        params, home, embed = self.head_params(), self.homes.units[-1], self.homes.units[0]
         total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
         cotangents: list[Tensor] = []
         head = self.model.head
@@ -115,6 +115,8 @@ class Sweep:
                 total = total + loss_sum.float()
                 cotangents.append(dx_btd)
             sink.finish(home)
+        for user in (embed, home) if self.model.tied else (home,):
+            self.arrivals.used(user, done)
         sink.deliver(home, done)
         return total, cotangents
 
@@ -149,14 +151,14 @@ class Sweep:
                     del flat
                 del boundaries, residuals, fetched
             sink.deliver(blocks[i], done)
-            self.arrivals.used(arrival, done)
+            self.arrivals.used(blocks[i], done)
             if turn is not None:
                 self._fetch_use[turn % NUM_FETCH_BUFFERS] = done
             prefetch.launched(position)
         self._backward_embed(cotangents, batches, sink)
 
     def head_params(self) -> Params:
-        """Return the head's parameters, those it shares with the embed included; both are on the device."""
+        """Return the head's parameters, those it shares with the embed included; what it uses was brought before."""
         embed, head = self.homes.units[0], self.homes.units[-1]
         params = self._views(head)
         if self.model.tied:
@@ -272,11 +274,15 @@ class Sweep:
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed
+        if home.plan.is_streamed:  # the slot may be the head's by now, and the trainer's check says that shapes do
+            params = home.layout.views(torch.empty(home.layout.numel, dtype=home.layout.dtype, device="meta"))
+        else:
+            params = self._views(home)
         with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:
             for dx_btd, batch in zip(cotangents, batches):
                 if not home.has_params:
                     break
-                embed_grads_into(embed, self._views(home), batch, dx_btd, sink.sums(home))
+                embed_grads_into(embed, params, batch, dx_btd, sink.sums(home))
             sink.finish(home)
         sink.deliver(home, done)
 
@@ -286,8 +292,7 @@ class Sweep:
     def _views(self, home: UnitHome) -> Params:
         if not home.has_params:
             return {}
-        assert home.weights_device is not None, "embed and head are resident"
-        return home.layout.views(home.weights_device)
+        return home.layout.views(self.arrivals.weights_on_device(home))
 
     @staticmethod
     def _point(home: UnitHome, program: BlockPrograms) -> int:
