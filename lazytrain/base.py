@@ -111,6 +111,11 @@ class Model:
             spec.numel for unit in self.units for name, spec in unit.params.items() if not self._is_tied(unit, name)
         )
 
+    @property
+    def streams_embed(self) -> bool:
+        """Return whether the embed's backward does without its weights, which may have left the device by then."""
+        return self.embed.grads_into is not None or not self.embed.params
+
     def _is_tied(self, unit: Unit, name: str) -> bool:
         return unit is self.head and name in self.tied
 

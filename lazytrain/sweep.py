@@ -103,19 +103,18 @@ class Sweep:
         Returns:
             The unscaled sum of losses (fp32, 0-d, on the device) and the cotangents of `scale` times it, dx_btd each.
         """
-        params, home, embed = self.head_params(), self.homes.units[-1], self.homes.units[0]
+        params, home = self.head_params(), self.homes.units[-1]
         total = torch.zeros((), dtype=torch.float32, device=self.lanes.device)
         cotangents: list[Tensor] = []
         head = self.model.head
         with self.lanes.span(COMPUTE, "head", head.name) as done:
             while xs:
-                x_btd = xs.pop(0)
-                batch = batches[len(cotangents)]
+                x_btd, batch = xs.pop(0), batches[len(cotangents)]
                 loss_sum, dx_btd = head_grads_into(head, params, x_btd, batch, scale, sink.sums(home))
                 total = total + loss_sum.float()
                 cotangents.append(dx_btd)
             sink.finish(home)
-        for user in (embed, home) if self.model.tied else (home,):
+        for user in (self.homes.units[0], home):  # a tied head reads the embed's
             self.arrivals.used(user, done)
         sink.deliver(home, done)
         return total, cotangents
@@ -274,10 +273,8 @@ class Sweep:
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed
-        if home.plan.is_streamed:  # the slot may be the head's by now, and the trainer's check says that shapes do
-            params = home.layout.views(torch.empty(home.layout.numel, dtype=home.layout.dtype, device="meta"))
-        else:
-            params = self._views(home)
+        # The slot may be the head's by now; the trainer has checked that shapes will do.
+        params = home.layout.shapes() if home.plan.is_streamed else self._views(home)
         with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:
             for dx_btd, batch in zip(cotangents, batches):
                 if not home.has_params:

@@ -228,18 +228,13 @@ def check_plan(model: Model, plan: Plan, spill_dir: Path | None) -> None:
             raise PlanError(f"plan: {name}.weights is 'nvme'; embed and head live on the device or the host.")
     if plan.head.is_streamed and model.tied:
         raise PlanError("plan: head.weights is 'host'; a tied head uses the embed's matrix: stream the embed instead.")
-    if plan.embed.is_streamed and not can_stream_embed(model):
+    if plan.embed.is_streamed and not model.streams_embed:
         raise PlanError(
             "plan: embed.weights is 'host', but its backward by vjp would need them again. Give the embed a "
             "`grads_into`, or keep it on the device."
         )
     if spill_dir is None and any(unit.uses_nvme for unit in plan.units):
         raise PlanError("the plan puts data on NVMe, but no spill_dir is given. Name a directory on a local NVMe disk.")
-
-
-def can_stream_embed(model: Model) -> bool:
-    """Return whether the embed's backward does without its weights, which have left the device by then."""
-    return model.embed.grads_into is not None or not model.embed.params
 
 
 def claim(engine: Engine, step: int) -> Engine:

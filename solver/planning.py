@@ -129,6 +129,8 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01) ->
     solver = pursuit.solvers[0] if pursuit.solvers else "none"
     if pursuit.left_s > LEAST_LEFT_S:
         starts = _list_mixed(pursuit)
+        if pursuit.best is None:
+            _make_fit(pursuit, starts)
         if len(problem.blocks) <= FEW_BLOCKS:
             _solve_exactly(pursuit, gap)
         if pursuit.gap is None or pursuit.gap > gap:
@@ -183,6 +185,15 @@ def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
             plans.append(min(nearest, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
             pursuit.num_evaluations += len(nearest)
     return plans
+
+
+def _make_fit(pursuit: _Pursuit, starts: list[Plan]) -> None:
+    """Change the starts until they fit: a plan, and a step to bound the others by, where no baseline is one."""
+    for plan in starts:
+        search = Search(pursuit.problem, plan, num_evaluations=FIRST_EVALUATIONS, deadline_s=pursuit.deadline_s)
+        if search.make_fit():
+            pursuit.take(search.plan, search.step_ms, "search")
+        pursuit.num_evaluations += search.num_evaluations
 
 
 def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline]) -> None:

@@ -257,11 +257,10 @@ class _Options(NamedTuple):
 
 
 def _list_options(problem: Problem, u: int) -> _Options:
-    unit, is_edge = problem.units[u], u in (0, len(problem.units) - 1)
-    lanes = list_lanes(problem, unit, is_edge=is_edge)
-    if is_edge:
+    lanes = list_lanes(problem, u)
+    if u in (0, len(problem.units) - 1):
         return _Options(lanes, (), ())
-    return _Options(lanes, list_hull_keeps(problem, unit), list_boundaries(problem))
+    return _Options(lanes, list_hull_keeps(problem, problem.units[u]), list_boundaries(problem))
 
 
 def _list_neighbours(options: _Options, before: UnitPlan) -> Iterator[UnitPlan]:
