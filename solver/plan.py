@@ -183,7 +183,7 @@ def list_weight_places(problem: Problem, u: int) -> tuple[str, ...]:
     """Return where the weights of unit u, counted in forward order, may live."""
     if u not in (0, -1, len(problem.units) - 1):
         return (DEVICE, HOST, NVME) if problem.allow_nvme else (DEVICE, HOST)
-    is_streamable = problem.allow_streamed_embed if u == 0 else not problem.tied
+    is_streamable = problem.allow_streamed_embed if u == 0 else problem.allow_streamed_head and not problem.tied
     return (DEVICE, HOST) if is_streamable else (DEVICE,)
 
 

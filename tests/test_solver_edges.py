@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_solver_planning import AGREEMENT, model_step_ms
+from test_solver_planning import AGREEMENT, all_plans, model_step_ms
 
 from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
@@ -12,7 +12,7 @@ from lazytrain.solver.costs import problem_from_shapes
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.greedy import make_greedy_plan
 from lazytrain.solver.hardware import load_hardware
-from lazytrain.solver.memory import account, align
+from lazytrain.solver.memory import account, align, find_shortage
 from lazytrain.solver.milp import build_milp
 from lazytrain.solver.models import load_shapes
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
@@ -120,6 +120,22 @@ def test_model_and_simulator_agree_where_edges_stream(seed: int) -> None:
         step_ms = simulate_step_ms(problem, plan)
         milp = build_milp(problem, prefetch_depth=plan.prefetch_depth, horizon_ms=10 * step_ms)
         assert model_step_ms(milp, plan) == pytest.approx(step_ms, rel=AGREEMENT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_milp_equals_brute_force_where_only_streamed_edges_fit(seed: int) -> None:
+    problem = replace(make_problem(seed, num_blocks=1), allow_residuals=False, prefetch_depths=(2,))
+    resident = replace(problem, allow_streamed_embed=False, allow_streamed_head=False)
+    least = min(account(problem, plan).device_peak_bytes for plan in all_plans(resident))
+    hardware = replace(problem.hardware, device_memory_bytes=least - 1)
+    problem = replace(problem, hardware=hardware)
+    fitting = [plan for plan in all_plans(problem) if not find_shortage(problem, account(problem, plan))]
+    assert fitting
+    result = solve(problem, gap=0.0).plan
+    assert result is not None
+    assert result.predicted is not None
+    best_ms = min(simulate_step_ms(problem, plan) for plan in fitting)
+    assert result.predicted.step_ms == pytest.approx(best_ms, rel=AGREEMENT)
 
 
 def test_stores_of_states_hold_nobody_where_no_grads_are_stored() -> None:
