@@ -3,6 +3,9 @@
 Streamed block number j always uses slot j mod P. A slot's content stays usable until it is overwritten, so the last P
 blocks of the forward sweep need no second load in the backward sweep, and the first P blocks of a step that are updated
 on the device need none at all.
+
+Embed and head, where they are streamed, share one slot of their own, as large as the larger of the two: each overwrites
+the other. A tied head reads the embed's copy there.
 """
 
 from concurrent.futures import Future
@@ -39,14 +42,22 @@ class Arrivals:
 
     def __init__(self, homes: Homes, prefetch_depth: int, lanes: Lanes, writer: Worker) -> None:
         self._homes, self._lanes, self._writer = homes, lanes, writer
-        streamed = [h for h in homes.units if h.plan.is_streamed and h.has_params]
-        self.ring_index = {home.index: j for j, home in enumerate(streamed)}
-        self.num_slots = min(prefetch_depth, len(streamed))
-        numel = max((h.layout.numel for h in streamed), default=0)
-        self._slots, made = lanes.make_copy_buffers(self.num_slots, numel, homes.dtype)
-        self._slot_owner: list[int | None] = [None] * self.num_slots
-        self._slot_use: list[Ticket | None] = [made] * self.num_slots
-        self._slot_out: list[Ticket | None] = [None] * self.num_slots
+        blocks, edges = (
+            [h for h in part if h.plan.is_streamed and h.has_params]
+            for part in (homes.units[1:-1], (homes.units[0], homes.units[-1]))
+        )
+        depth = min(prefetch_depth, len(blocks))
+        self._slot_index = {home.index: j % depth for j, home in enumerate(blocks)}
+        self._slot_index |= {home.index: depth for home in edges}
+        self._slots: list[Tensor] = []
+        self._slot_use: list[Ticket | None] = []
+        for count, users in ((depth, blocks), (min(1, len(edges)), edges)):
+            numel = max((h.layout.numel for h in users), default=0)
+            slots, made = lanes.make_copy_buffers(count, numel, homes.dtype)
+            self._slots += slots
+            self._slot_use += [made] * count
+        self._slot_owner: list[int | None] = [None] * len(self._slots)
+        self._slot_out: list[Ticket | None] = [None] * len(self._slots)
         visiting = [h for h in homes.units if self.needs_buffer(h)]
         size = max((self._buffer_bytes(h) for h in visiting), default=0)
         count = min(NUM_UPDATE_BUFFERS, len(visiting))
@@ -62,9 +73,8 @@ class Arrivals:
         return home.has_params and home.plan.moves_states
 
     def slot_of(self, home: UnitHome) -> int | None:
-        """Return the ring slot of a streamed unit."""
-        j = self.ring_index.get(home.index)
-        return None if j is None else j % self.num_slots
+        """Return the slot of a streamed unit."""
+        return self._slot_index.get(home.index)
 
     def buffer_of(self, home: UnitHome) -> int | None:
         """Return the update buffer of a unit whose states visit the device."""
@@ -86,7 +96,7 @@ class Arrivals:
         if home.cpu_update is not None:
             home.cpu_update.result()
         slot = self.slot_of(home)
-        weights = self._weights_target(home, slot)
+        weights = self._weights_target(home)
         arrival = Arrival(home=home, weights=weights, ticket=Ticket(), slot=slot)
         copies: list[tuple[Tensor, Tensor, str]] = []
         after: list[Ticket | None] = []
@@ -137,21 +147,29 @@ class Arrivals:
         if arrival.buffer is not None:
             self._buffer_out[arrival.buffer] = self._send(home, "state", state, done)
 
-    def used(self, arrival: Arrival, compute: Ticket) -> None:
+    def weights_on_device(self, home: UnitHome) -> Tensor:
+        """Return the weights of a unit that was brought, or is resident, as a flat tensor."""
+        slot = self.slot_of(home)
+        assert slot is None or self._slot_owner[slot] == home.index, f"{home.unit.name} is not in its slot"
+        return self._weights_target(home)
+
+    def used(self, home: UnitHome, compute: Ticket) -> None:
         """Note the compute that used an arrived unit last: its slot is free after it."""
-        if arrival.slot is not None:
-            self._slot_use[arrival.slot] = compute
+        slot = self.slot_of(home)
+        if slot is not None:
+            self._slot_use[slot] = compute
 
     def used_all(self, compute: Ticket) -> None:
         """Note that any slot may be in use until `compute` is due."""
-        self._slot_use = [compute] * self.num_slots
+        self._slot_use = [compute] * len(self._slots)
 
     def _wait_for_copies(self, key: str) -> None:
         """Wait until the last copy out of a staging buffer has ended, so that NVMe may be read into it again."""
         if key in self._copied:
             self._copied[key].synchronize()
 
-    def _weights_target(self, home: UnitHome, slot: int | None) -> Tensor:
+    def _weights_target(self, home: UnitHome) -> Tensor:
+        slot = self.slot_of(home)
         if slot is not None:
             return self._slots[slot][: home.layout.numel]
         assert home.weights_device is not None

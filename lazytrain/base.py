@@ -57,8 +57,9 @@ class Unit:
         params: local name -> specification.
         grads_into: for an embed or head that can do better than a vjp of `fn` (chunks of logits, target positions
             only); it adds its parameters' gradients to `sums`, fp32 by local name. None = torch.func.vjp of `fn`.
-            Embed: `(params, batch, dx_btd, sums)`. Head: `(params, x_btd, batch, scale, sums) -> (loss_sum, dx_btd)`,
-            the loss fp32 and unscaled, gradients those of `scale * loss_sum`.
+            Embed: `(params, batch, dx_btd, sums)`; a streamed embed's weights have left by then, so that `params` are
+            shapes only, on the meta device. Head: `(params, x_btd, batch, scale, sums) -> (loss_sum, dx_btd)`, the loss
+            fp32 and unscaled, gradients those of `scale * loss_sum`.
     """
 
     name: str
@@ -109,6 +110,11 @@ class Model:
         return sum(
             spec.numel for unit in self.units for name, spec in unit.params.items() if not self._is_tied(unit, name)
         )
+
+    @property
+    def streams_embed(self) -> bool:
+        """Return whether the embed's backward does without its weights, which may have left the device by then."""
+        return self.embed.grads_into is not None or not self.embed.params
 
     def _is_tied(self, unit: Unit, name: str) -> bool:
         return unit is self.head and name in self.tied

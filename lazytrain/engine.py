@@ -155,15 +155,18 @@ class Engine:
 
         Call `finish_updates` first.
         """
-        home = next(home for home in self.homes.units if home.unit is unit)
+        homes = [home for home in self.homes.units if home.unit is unit]
+        if unit is self.model.head and self.model.tied:
+            homes.append(self.homes.units[0])
         with self.lanes.span(COMPUTE, "arrive", unit.name) as now:
             self.arrivals.used_all(now)
-        arrival = self.arrivals.bring(home, None)
-        with self.lanes.span(COMPUTE, "arrive", unit.name, [arrival.ticket]):
+        arrivals = [self.arrivals.bring(home, None) for home in homes]
+        with self.lanes.span(COMPUTE, "arrive", unit.name, [arrival.ticket for arrival in arrivals]):
             pass
+        is_streamed = any(home.plan.is_streamed for home in homes)
         if unit is self.model.head:
-            return self.sweep.head_params(), False
-        return home.layout.views(arrival.weights), home.plan.is_streamed
+            return self.sweep.head_params(), is_streamed
+        return homes[0].layout.views(arrivals[0].weights), is_streamed
 
     def close(self) -> None:
         """Finish pending work and end the threads."""

@@ -98,6 +98,10 @@ class UnitLayout:
         """Return local name -> view of `flat`, a slab in this layout (any dtype)."""
         return {p.name: flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.places}
 
+    def shapes(self) -> Params:
+        """Return local name -> tensor without data, on the meta device."""
+        return self.views(torch.empty(self.numel, dtype=self.dtype, device="meta"))
+
     def flatten(self, tensors: Params) -> Tensor:
         """Return one new slab of `tensors` (local name -> tensor, one dtype), padding zero. Traceable."""
         pieces, position = [], 0

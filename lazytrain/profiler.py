@@ -137,6 +137,7 @@ class Profiler:
             allow_nvme=self.spill_dir is not None,
             allow_cpu_update=self.allow_cpu_update,
             allow_device_update=self.allow_device_update,
+            allow_streamed_embed=model.streams_embed,
             tokens_per_step=int(tokens),
             device_is_host=self.device.type == "cpu",
             tied=bool(model.tied),

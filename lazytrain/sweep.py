@@ -91,7 +91,7 @@ class Sweep:
             else:
                 with self.lanes.span(COMPUTE, "arrive", home.unit.name, [arrival.ticket, stash.take_oldest()]) as done:
                     pass
-            self.arrivals.used(arrival, done)
+            self.arrivals.used(home, done)
             prefetch.launched(position)
         return xs, stash
 
@@ -109,12 +109,13 @@ class Sweep:
         head = self.model.head
         with self.lanes.span(COMPUTE, "head", head.name) as done:
             while xs:
-                x_btd = xs.pop(0)
-                batch = batches[len(cotangents)]
+                x_btd, batch = xs.pop(0), batches[len(cotangents)]
                 loss_sum, dx_btd = head_grads_into(head, params, x_btd, batch, scale, sink.sums(home))
                 total = total + loss_sum.float()
                 cotangents.append(dx_btd)
             sink.finish(home)
+        for user in (self.homes.units[0], home):  # a tied head reads the embed's
+            self.arrivals.used(user, done)
         sink.deliver(home, done)
         return total, cotangents
 
@@ -149,14 +150,14 @@ class Sweep:
                     del flat
                 del boundaries, residuals, fetched
             sink.deliver(blocks[i], done)
-            self.arrivals.used(arrival, done)
+            self.arrivals.used(blocks[i], done)
             if turn is not None:
                 self._fetch_use[turn % NUM_FETCH_BUFFERS] = done
             prefetch.launched(position)
         self._backward_embed(cotangents, batches, sink)
 
     def head_params(self) -> Params:
-        """Return the head's parameters, those it shares with the embed included; both are on the device."""
+        """Return the head's parameters, those it shares with the embed included; what it uses was brought before."""
         embed, head = self.homes.units[0], self.homes.units[-1]
         params = self._views(head)
         if self.model.tied:
@@ -272,11 +273,13 @@ class Sweep:
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed
+        # The slot may be the head's by now; the trainer has checked that shapes will do.
+        params = home.layout.shapes() if home.plan.is_streamed else self._views(home)
         with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:
             for dx_btd, batch in zip(cotangents, batches):
                 if not home.has_params:
                     break
-                embed_grads_into(embed, self._views(home), batch, dx_btd, sink.sums(home))
+                embed_grads_into(embed, params, batch, dx_btd, sink.sums(home))
             sink.finish(home)
         sink.deliver(home, done)
 
@@ -286,8 +289,7 @@ class Sweep:
     def _views(self, home: UnitHome) -> Params:
         if not home.has_params:
             return {}
-        assert home.weights_device is not None, "embed and head are resident"
-        return home.layout.views(home.weights_device)
+        return home.layout.views(self.arrivals.weights_on_device(home))
 
     @staticmethod
     def _point(home: UnitHome, program: BlockPrograms) -> int:

@@ -188,14 +188,15 @@ def read_params(state: TrainState) -> Iterator[tuple[str, Tensor]]:
 
 
 def unit_params(state: TrainState, unit: Unit) -> Params:
-    """Return one unit's current parameters on the device, for evaluation; a streamed block's until the next P calls."""
+    """Return one unit's current parameters on the device, for evaluation (see `param_getter`)."""
     return param_getter(state)(unit)
 
 
 def param_getter(state: TrainState) -> Callable[[Unit], Params]:
     """Return a function unit -> current parameters on the device, for many calls between two steps.
 
-    Resident units are looked up once; a streamed block's parameters are valid until P others were asked for.
+    Resident units are looked up once. A streamed block's parameters are valid until P others were asked for, a streamed
+    embed's until the head was, and the other way round.
     """
     engine = live_engine(state)
     engine.finish_updates()
@@ -216,15 +217,22 @@ def check_plan(model: Model, plan: Plan, spill_dir: Path | None) -> None:
     """Refuse a plan that does not fit the model.
 
     Raises:
-        PlanError: number of blocks, an embed or head that is not resident, or NVMe without `spill_dir`.
+        PlanError: number of blocks, an embed or head that can't be streamed, or NVMe without `spill_dir`.
     """
     if len(plan.blocks) != len(model.blocks):
         raise PlanError(
             f"the plan is for {len(plan.blocks)} blocks, the model has {len(model.blocks)}. Plan again for this model."
         )
     for name, unit in (("embed", plan.embed), ("head", plan.head)):
-        if unit.weights != "device":
-            raise PlanError(f"plan: {name}.weights is {unit.weights!r}; embed and head live on the device.")
+        if unit.weights == "nvme":
+            raise PlanError(f"plan: {name}.weights is 'nvme'; embed and head live on the device or the host.")
+    if plan.head.is_streamed and model.tied:
+        raise PlanError("plan: head.weights is 'host'; a tied head uses the embed's matrix: stream the embed instead.")
+    if plan.embed.is_streamed and not model.streams_embed:
+        raise PlanError(
+            "plan: embed.weights is 'host', but its backward by vjp would need them again. Give the embed a "
+            "`grads_into`, or keep it on the device."
+        )
     if spill_dir is None and any(unit.uses_nvme for unit in plan.units):
         raise PlanError("the plan puts data on NVMe, but no spill_dir is given. Name a directory on a local NVMe disk.")
 

@@ -89,7 +89,7 @@ def _best(problem: Problem, fits: Fits, name: str, plans: Iterator[Plan]) -> Bas
 
 
 def _lanes(problem: Problem, u: int) -> tuple[Lane, ...]:
-    return list_lanes(problem, problem.units[u], is_edge=u in (0, len(problem.units) - 1))
+    return list_lanes(problem, u)
 
 
 def _edge_plans(problem: Problem) -> list[tuple[UnitPlan, UnitPlan]]:
@@ -191,7 +191,7 @@ def _random_grid(problem: Problem, num_random: int) -> Iterator[Plan]:
         for i, block in enumerate(problem.blocks):
             lane, pick, place = kinds[group[i % len(group)]]
             keeps = list_keeps(problem, block)
-            own = lane if block.num_params else list_lanes(problem, block, is_edge=False)[0]
+            own = lane if block.num_params else list_lanes(problem, i + 1)[0]
             units.append(make_unit_plan(own, keeps[int(pick * len(keeps))], place))
         first, last = rng.choice(edges)
         yield make_plan(problem, [first, *units, last], rng.choice(problem.prefetch_depths))

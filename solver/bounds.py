@@ -4,7 +4,7 @@ Blocks of equal costs are counted, not told apart: an integer says how many of t
 least as long as each queue is busy, and as its two phases are (A: from the norm to the head; B: head and backward):
 
     T >= each queue, DRAM, NVMe       T >= A + B
-    A >= forward and device updates;  all CPU updates;  forward's loads but two early ones;  its copies out but a few
+    A >= forward and device updates;  all CPU updates;  forward's loads but the early ones;  its copies out but a few
     B >= head and backward;  reloads and fetches but two;  head and stores of grads but two
 
 Memory is counted at the positions where most is kept or most grads wait. Every row is a relaxation of one that the
@@ -19,13 +19,13 @@ from lazytrain.solver.backends import Limits, solve_model
 from lazytrain.solver.budget import AWAY
 from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, list_keeps, list_lanes
 from lazytrain.solver.decisions import UnitChoice
-from lazytrain.solver.draft import Draft, Scale, pick_lane
+from lazytrain.solver.draft import Draft, Scale, add_edges, pick_lane, pick_ring
 from lazytrain.solver.events import Durations
 from lazytrain.solver.linear import Affine, LinearModel, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS, align, boundary_bytes, chunk_sum_bytes, residual_bytes, sum_bytes
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
 from lazytrain.solver.problem import Problem, UnitCost
-from lazytrain.solver.rates import sync_ms
+from lazytrain.solver.rates import copy_ms, sync_ms
 from lazytrain.solver.rings import add_largest
 from lazytrain.solver.traffic import add_traffic
 from lazytrain.solver.windows import find_largest, find_largest_move
@@ -113,13 +113,14 @@ def _start(problem: Problem, kinds: Sequence[_Group], depth: int) -> Draft:
             model.add_equal(total(var for _, var in picks), float(count))
             return picks
 
-        lanes = pick(list_lanes(problem, kind.unit, is_edge=is_edge))
+        lanes = pick(list_lanes(problem, kind.members[0]))
         keeps = pick((RECOMPUTE,) if is_edge else list_keeps(problem, kind.unit))
         choices.append(UnitChoice(lanes, keeps, pick((DEVICE,) if is_edge else list_boundaries(problem))))
-    streamed = tuple(c.lane(lambda lane: lane.is_streamed) for c in choices)
-    on_device = [c.lane(lambda lane: lane.is_streamed and lane.update == DEVICE) for c in choices]
-    nvme = [c.lane(lambda lane: lane.weights == NVME) for c in choices]
-    nvme_on_device = [c.lane(lambda lane: lane.weights == NVME and lane.update == DEVICE) for c in choices]
+    edges = add_edges(model, choices)
+    streamed = pick_ring(choices, lambda lane: lane.is_streamed)
+    on_device = pick_ring(choices, lambda lane: lane.is_streamed and lane.update == DEVICE)
+    nvme = pick_ring(choices, lambda lane: lane.weights == NVME)
+    nvme_on_device = pick_ring(choices, lambda lane: lane.weights == NVME and lane.update == DEVICE)
 
     def beyond(users: Sequence[Affine]) -> tuple[Affine, ...]:
         """Add how many users of each kind are not among the `depth` that slots hold already."""
@@ -140,7 +141,8 @@ def _start(problem: Problem, kinds: Sequence[_Group], depth: int) -> Draft:
         visiting=tuple(c.lane(lambda lane: lane.moves_states) for c in choices),
         num_slots=(),
         num_buffers=(),
-        first_load=beyond(on_device),
+        edges=edges._replace(early=Affine()),  # all loads count, whenever they are
+        first_load=edges.with_loads(beyond(on_device)),
         second_load=beyond(streamed),
         nvme_loads=tuple(zip(beyond(nvme_on_device), beyond(nvme), strict=True)),
         early=((Affine(), Affine()),) * (last + 1),
@@ -175,7 +177,7 @@ def _add_times(draft: Draft, kinds: Sequence[_Group]) -> None:
     model.add_at_least(draft.period, first + second)
     model.add_at_least(first, forward + updates)
     model.add_at_least(first, cpu)
-    model.add_at_least(first, loads - NUM_RING_BUFFERS * largest.visit)
+    model.add_at_least(first, loads - draft.edges.load_embed * largest.embed - NUM_RING_BUFFERS * largest.visit)
     model.add_at_least(first, stores + offloads - NUM_RING_BUFFERS * (largest.store + largest.offload))
     model.add_at_least(second, head + backward + sync)
     model.add_at_least(second, reloads + fetches - NUM_RING_BUFFERS * largest.fetch)
@@ -183,9 +185,10 @@ def _add_times(draft: Draft, kinds: Sequence[_Group]) -> None:
 
 
 class _Largest:
-    """The longest copies of one unit, whatever its decisions."""
+    """The longest copies of one unit, whatever its decisions; `embed`: of the embed's weights to the device."""
 
     def __init__(self, draft: Draft) -> None:
+        self.embed = draft.ms(copy_ms(draft.problem, draft.problem.embed.weight_bytes, to_device=True))
         self.visit = find_largest(draft, lambda u: u.state_bytes + u.grad_bytes, to_device=True, num_copies=2)
         self.store = find_largest(draft, lambda u: u.weight_bytes + u.state_bytes, to_device=False, num_copies=2)
         self.grads = find_largest(draft, lambda u: u.grad_bytes, to_device=False)
@@ -219,6 +222,7 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
     offload = add_largest(model, away)
     counts = [len(kind.members) for kind in kinds]
     slots = _add_buffers(draft, [(draft.streamed[k], weights[k], counts[k]) for k in blocks], draft.prefetch_depth)
+    slots += add_largest(model, [draft.edges.embed * weights[0], draft.edges.head * weights[last]])
     visits = []
     for k in range(last + 1):
         for place, num_bytes in ((DEVICE, states[k]), (HOST, states[k] + grads[k])):

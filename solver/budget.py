@@ -67,6 +67,8 @@ def _device_always(draft: Draft) -> Affine:
         parts.append(pick_lane(draft, u, weights=DEVICE) * weights + pick_lane(draft, u, states=DEVICE) * states)
     slots = [(draft.streamed[u], draft.size(align(unit.weight_bytes))) for u, unit in enumerate(problem.units)]
     parts.append(add_buffer(model, slots, draft.num_slots))
+    edges = zip((draft.edges.embed, draft.edges.head), (problem.embed, problem.head), strict=True)
+    parts.append(add_buffer(model, [(user, draft.size(align(unit.weight_bytes))) for user, unit in edges]))
     visits = []
     for u, unit in enumerate(problem.units):
         states, grads = align(unit.state_bytes), align(unit.grad_bytes)

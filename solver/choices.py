@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from lazytrain.solver.plan import CPU, DEVICE, HOST, NONE, NVME, UnitPlan
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NONE, NVME, UnitPlan, list_weight_places
 from lazytrain.solver.problem import Problem, UnitCost
 
 
@@ -22,7 +22,7 @@ class Lane(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether the weights come through the ring of slots."""
+        """Return whether the weights come through slots."""
         return self.weights != DEVICE
 
     @property
@@ -42,14 +42,14 @@ RESIDENT = Lane(DEVICE, DEVICE, DEVICE, DEVICE)
 RECOMPUTE = Keep(0, NONE)
 
 
-def list_lanes(problem: Problem, unit: UnitCost, *, is_edge: bool) -> tuple[Lane, ...]:
-    """Return every consistent lane of a unit; embed and head (edges) are never streamed."""
-    if unit.num_params == 0:
+def list_lanes(problem: Problem, u: int) -> tuple[Lane, ...]:
+    """Return every consistent lane of unit u, counted in forward order."""
+    if problem.units[u].num_params == 0:
         return (RESIDENT,)
     far = (HOST, NVME) if problem.allow_nvme else (HOST,)
-    weights = (DEVICE,) if is_edge else (DEVICE, *far)
+    choices = product(list_weight_places(problem, u), (DEVICE, *far), (DEVICE, CPU), (DEVICE, HOST))
     lanes = []
-    for lane in (Lane(*parts) for parts in product(weights, (DEVICE, *far), (DEVICE, CPU), (DEVICE, HOST))):
+    for lane in (Lane(*parts) for parts in choices):
         allowed = problem.allow_cpu_update if lane.update == CPU else problem.allow_device_update
         # Weights are read more often than states and are smaller: they are never the ones to go to NVMe alone.
         odd = lane.weights == NVME and lane.states == HOST
@@ -91,10 +91,10 @@ def list_boundaries(problem: Problem) -> tuple[str, ...]:
     return _places(problem)
 
 
-def list_block_plans(problem: Problem, unit: UnitCost) -> Iterator[UnitPlan]:
+def list_block_plans(problem: Problem, block_idx: int) -> Iterator[UnitPlan]:
     """Yield every combination of decisions for one block."""
-    lanes = list_lanes(problem, unit, is_edge=False)
-    for lane, keep, boundary in product(lanes, list_keeps(problem, unit), list_boundaries(problem)):
+    lanes, keeps = list_lanes(problem, block_idx + 1), list_keeps(problem, problem.blocks[block_idx])
+    for lane, keep, boundary in product(lanes, keeps, list_boundaries(problem)):
         yield make_unit_plan(lane, keep, boundary)
 
 

@@ -17,7 +17,7 @@ from lazytrain.solver.choices import (
 )
 from lazytrain.solver.linear import Affine, LinearModel, total
 from lazytrain.solver.plan import DEVICE, Plan, UnitPlan, make_plan
-from lazytrain.solver.problem import Problem, UnitCost
+from lazytrain.solver.problem import Problem
 
 NUM_FREE_FIRST, NUM_FREE_LAST = 2, 3
 T = TypeVar("T")
@@ -64,7 +64,11 @@ def add_choices(model: LinearModel, problem: Problem, *, period: int | None) -> 
         if key not in made:
             is_edge = u in (0, len(problem.units) - 1)
             keeps = (RECOMPUTE,) if is_edge else (list_keeps if period is None else list_hull_keeps)(problem, unit)
-            made[key] = _add_unit(model, problem, unit, keeps, is_edge=is_edge)
+            made[key] = UnitChoice(
+                _add_one_hot(model, list_lanes(problem, u)),
+                _add_one_hot(model, keeps),
+                _add_one_hot(model, (DEVICE,) if is_edge else list_boundaries(problem)),
+            )
         choices.append(made[key])
     return tuple(choices)
 
@@ -83,17 +87,6 @@ def _tie_key(problem: Problem, u: int, period: int | None) -> Hashable:
     unit = problem.units[u]
     costs = tuple(getattr(unit, name) for name in unit.__dataclass_fields__ if name != "name")
     return "tied", block_idx % period, costs
-
-
-def _add_unit(
-    model: LinearModel, problem: Problem, unit: UnitCost, keeps: tuple[Keep, ...], *, is_edge: bool
-) -> UnitChoice:
-    places = (DEVICE,) if is_edge else list_boundaries(problem)
-    return UnitChoice(
-        _add_one_hot(model, list_lanes(problem, unit, is_edge=is_edge)),
-        _add_one_hot(model, keeps),
-        _add_one_hot(model, places),
-    )
 
 
 def _add_one_hot(model: LinearModel, options: tuple[T, ...]) -> tuple[tuple[T, Affine], ...]:

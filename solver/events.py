@@ -120,10 +120,11 @@ class Durations:
         return lanes + self._draft.first_load[self._u] * weights - self.load_early()
 
     def load_early(self) -> Affine:
-        """What is loaded for the next step's update before the norm is known."""
-        _, states, grads = self._load_ms()
+        """What is loaded for the next step's update before the norm is known; the embed's weights, too."""
+        weights, states, grads = self._load_ms()
         without, with_grads = self._draft.early[self._u]
-        return without * states + with_grads * (states + grads)
+        early = without * states + with_grads * (states + grads)
+        return early + self._draft.edges.early * weights if self._u == 0 else early
 
     def _load_ms(self) -> tuple[float, float, float]:
         unit = self._unit

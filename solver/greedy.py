@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
 from lazytrain.solver.choices import list_boundaries, list_lanes, make_unit_plan
 from lazytrain.solver.memory import Accountant
@@ -61,16 +62,17 @@ def _go_on(search: Search, priced: Priced) -> None:
 
 
 def _list_lean(problem: Problem) -> list[Plan]:
-    """Return the plans without residuals whose blocks are streamed, and whose ends are updated alike."""
+    """Return the plans without residuals whose blocks are streamed; the ends, streamed or not, are updated alike."""
     last = len(problem.units) - 1
+    lanes = [list_lanes(problem, u) for u in range(last + 1)]
+    streamed = [lane for lane in lanes[1] if lane.weights == HOST]
     plans = []
-    for place in list_boundaries(problem)[1::-1]:
-        for wanted in (lane for lane in list_lanes(problem, problem.units[1], is_edge=False) if lane.weights == HOST):
-            units = []
-            for u, unit in enumerate(problem.units):
-                lanes = list_lanes(problem, unit, is_edge=u in (0, last))
-                edge = [lane for lane in lanes if lane.update == wanted.update and lane.states == HOST]
-                lane = (wanted if wanted in lanes else lanes[0]) if 0 < u < last else (edge or list(lanes))[0]
-                units.append(make_unit_plan(lane, boundary=place if 0 < u < last else DEVICE))
-            plans.append(make_plan(problem, units, problem.prefetch_depths[0]))
+    for place, wanted, weights in product(list_boundaries(problem)[1::-1], streamed, (DEVICE, HOST)):
+        units = []
+        for u in range(last + 1):
+            edge = [lane for lane in lanes[u] if lane.update == wanted.update and lane.states == HOST]
+            edge = [lane for lane in edge if lane.weights == weights] or edge
+            lane = (wanted if wanted in lanes[u] else lanes[u][0]) if 0 < u < last else (edge or list(lanes[u]))[0]
+            units.append(make_unit_plan(lane, boundary=place if 0 < u < last else DEVICE))
+        plans.append(make_plan(problem, units, problem.prefetch_depths[0]))
     return plans

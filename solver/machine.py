@@ -45,10 +45,13 @@ class Machine:
         self.free = dict.fromkeys(QUEUES, 0.0)
         self.main = self.loader = 0.0
         streamed = [u for u in range(len(self.units)) if self.plans[u].is_streamed and self.units[u].num_params]
-        self.num_slots = min(plan.prefetch_depth, len(streamed))
-        self.slots = {u: j % self.num_slots for j, u in enumerate(streamed)}
-        self._slot_owner: dict[int, int | None] = dict.fromkeys(range(self.num_slots))
-        self._slot_use = dict.fromkeys(range(self.num_slots), 0.0)
+        edges = (0, len(self.units) - 1)
+        ring = [u for u in streamed if u not in edges]
+        num_slots = min(plan.prefetch_depth, len(ring))
+        self.slots = {u: j % num_slots for j, u in enumerate(ring)}
+        self.slots |= {u: num_slots for u in edges if u in streamed}  # behind the ring: the one that the edges share
+        self._slot_owner: dict[int, int | None] = dict.fromkeys(range(num_slots + 1))
+        self._slot_use = dict.fromkeys(range(num_slots + 1), 0.0)
         self._slot_out = dict(self._slot_use)
         visiting = [u for u in range(len(self.units)) if self.plans[u].moves_states and self.units[u].num_params]
         self.buffers = {u: i % NUM_BUFFERS for i, u in enumerate(visiting)}

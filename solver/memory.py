@@ -2,8 +2,8 @@
 
 Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatches (chunks), P the prefetch depth.
 
-    device, always    resident weights and states + min(P, streamed) weight slots + min(2, visiting) update buffers
-                      + 2 fetch buffers
+    device, always    resident weights and states + min(P, streamed blocks) weight slots + one slot for embed and head,
+                      where one is streamed + min(2, visiting) update buffers + 2 fetch buffers
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
@@ -220,11 +220,12 @@ def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
 
 
 def _device_always(plan: Plan, parts: list[_Part]) -> int:
-    slots = [part.slot for part in parts if part.slot]
+    slots = [part.slot for part in parts[1:-1] if part.slot]
     visits = [part.visit for part in parts if part.visit]
     return (
         sum(part.resident for part in parts)
         + min(plan.prefetch_depth, len(slots)) * max(slots, default=0)
+        + max(parts[0].slot, parts[-1].slot)
         + min(NUM_RING_BUFFERS, len(visits)) * max(visits, default=0)
         + NUM_RING_BUFFERS * max(part.moved for part in parts)
     )

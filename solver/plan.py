@@ -1,6 +1,7 @@
 """The planner's answer: for every unit, where its things live, what forward keeps and where the update runs.
 
-    weights         device = resident for the whole run; host, nvme = streamed through `prefetch_depth` slots
+    weights         device = resident for the whole run; host, nvme = streamed through `prefetch_depth` slots; embed and
+                    head (host only) through one slot of their own
     states          8-bit moments, scales, master correction; device only beside resident weights and a device update
     update          cpu, or device ("update on load")
     grads           where accumulated grads wait for the norm
@@ -48,7 +49,7 @@ class UnitPlan:
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether the working weights come through the ring of slots."""
+        """Return whether the working weights come through slots."""
         return self.weights != DEVICE
 
     @property
@@ -133,10 +134,11 @@ class Plan:
         check_number(self.prefetch_depth, "plan.prefetch_depth", low=2, high=64, integer=True)
         for unit, decisions in zip(problem.units, self.units, strict=True):
             _validate_unit(unit, decisions, problem)
-        for unit, decisions in ((problem.embed, self.embed), (problem.head, self.head)):
-            for name, only in (("weights", DEVICE), ("residual_point", 0), ("boundary", DEVICE)):
-                if getattr(decisions, name) != only:
-                    raise _unit_error(unit, decisions, name, f"must be {only} for embed and head")
+        for u, unit, decisions in ((0, problem.embed, self.embed), (-1, problem.head, self.head)):
+            places = list_weight_places(problem, u)
+            for name, allowed in (("weights", places), ("residual_point", (0,)), ("boundary", (DEVICE,))):
+                if getattr(decisions, name) not in allowed:
+                    raise _unit_error(unit, decisions, name, f"must be {' or '.join(map(str, allowed))} for this end")
 
     def with_prediction(self, predicted: Predicted, **statistics: Any) -> "Plan":
         """Return the same decisions with another prediction and further statistics."""
@@ -175,6 +177,14 @@ class Plan:
             raise PlannerError(f"{path} can't be read as a plan: {error}") from error
         except PlannerError as error:
             raise PlannerError(f"{path}: {error}") from error
+
+
+def list_weight_places(problem: Problem, u: int) -> tuple[str, ...]:
+    """Return where the weights of unit u, counted in forward order, may live."""
+    if u not in (0, -1, len(problem.units) - 1):
+        return (DEVICE, HOST, NVME) if problem.allow_nvme else (DEVICE, HOST)
+    is_streamable = problem.allow_streamed_embed if u == 0 else problem.allow_streamed_head and not problem.tied
+    return (DEVICE, HOST) if is_streamable else (DEVICE,)
 
 
 def make_plan(problem: Problem, units: Sequence[UnitPlan], prefetch_depth: int) -> Plan:

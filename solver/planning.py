@@ -11,7 +11,7 @@ Whatever a solver says, the plan is simulated, and the answer is never worse tha
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ FEW_BLOCKS = 8  # so few that the event times can be solved for
 NUM_NODES = 200
 FIRST_SEARCH_S = 5.0
 FIRST_EVALUATIONS, MORE_EVALUATIONS, TIDY_EVALUATIONS = 400, 1500, 300
+MAX_STARTS = 4  # that are searched from
 MAX_ARRANGEMENTS = 150  # of a mix
 LEAST_LEFT_S = 0.1
 HORIZON_SLACK = 1e-6
@@ -138,6 +139,8 @@ def solve(problem: Problem, *, time_limit_s: float = 10.0, gap: float = 0.01, ri
     solver = pursuit.solvers[0] if pursuit.solvers else "none"
     if pursuit.left_s > LEAST_LEFT_S:
         starts = _list_mixed(pursuit)
+        if pursuit.best is None:
+            _make_fit(pursuit, starts)
         is_beaten = pursuit.bound_ms is not None and pursuit.bound_ms >= rival_ms
         if len(problem.blocks) <= FEW_BLOCKS and not is_beaten:
             _solve_exactly(pursuit, gap)
@@ -186,13 +189,28 @@ def _list_mixed(pursuit: _Pursuit) -> list[Plan]:
         if bound is None:
             return plans
         pursuit.bounds_ms[depth] = bound.bound_ms
-        if bound.mix:
-            orders = list(islice(list_arrangements(pursuit.problem, bound.mix, depth), MAX_ARRANGEMENTS))
+        mixes = [bound.mix]
+        if any(lane.is_streamed for kind in (*bound.mix[:1], *bound.mix[-1:]) for lane, _ in kind.lanes):
+            # The sums know little of when the link is busy: what they say with embed and head resident may be better.
+            less = replace(pursuit.problem, allow_streamed_embed=False, allow_streamed_head=False)
+            other = _with_solver(pursuit, lambda solver, depth=depth, less=less: bound_step(less, depth, solver=solver))  # type: ignore[misc]
+            mixes += [other.mix] if other is not None else []
+        for mix in filter(None, mixes):
+            orders = list(islice(list_arrangements(pursuit.problem, mix, depth), MAX_ARRANGEMENTS))
             missing = [sum(find_shortage(pursuit.problem, accountant.account(plan)).values()) for plan in orders]
             nearest = [plan for plan, num_bytes in zip(orders, missing, strict=True) if num_bytes == min(missing)]
             plans.append(min(nearest, key=lambda plan: simulate_step_ms(pursuit.problem, plan)))
             pursuit.num_evaluations += len(nearest)
     return plans
+
+
+def _make_fit(pursuit: _Pursuit, starts: list[Plan]) -> None:
+    """Change the starts until they fit: a plan, and a step to bound the others by, where no baseline is one."""
+    for plan in starts:
+        search = Search(pursuit.problem, plan, num_evaluations=FIRST_EVALUATIONS, deadline_s=pursuit.deadline_s)
+        if search.make_fit():
+            pursuit.take(search.plan, search.step_ms, "search")
+        pursuit.num_evaluations += search.num_evaluations
 
 
 def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline]) -> None:
@@ -203,8 +221,11 @@ def _search(pursuit: _Pursuit, starts: list[Plan], baselines: list[Baseline]) ->
     for plan in plans:
         search = Search(pursuit.problem, plan, num_evaluations=FIRST_EVALUATIONS, deadline_s=pursuit.deadline_s)
         if search.make_fit():
-            search.run()
             searches.append(search)
+    chosen = sorted(searches, key=lambda search: search.step_ms)[:MAX_STARTS]
+    searches = [search for search in searches if search in chosen]  # mixes first: they gain more
+    for search in searches:
+        search.run()
     searches.sort(key=lambda search: search.step_ms)
     for search in [search for search in searches if search.left <= 0][:2]:
         search.left = MORE_EVALUATIONS

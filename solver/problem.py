@@ -181,7 +181,8 @@ class Problem:
         tokens_per_step: of all chunks, for tokens/s.
         prefetch_depths: the numbers of weight slots to try, each at least 2.
         allow_nvme, allow_cpu_update, allow_device_update, allow_residuals: what the executor can do here.
-        tied: head uses the embed's matrix, so that the embed's grads exist from the head on.
+        allow_streamed_embed: the embed's backward does without its weights. allow_streamed_head: for comparisons.
+        tied: head uses the embed's matrix, so that the embed's grads exist from the head on, and isn't streamed itself.
         device_is_host: a run on the CPU: the "device" is a part of the host's RAM, so that `device_memory_bytes` is a
             limit inside `host_memory_bytes`; a copy is a memcpy; compute, copies and updates share the cores.
         train_flops: of one step by the usual count (6 per parameter and token, attention on top), 0 = unknown.
@@ -201,6 +202,8 @@ class Problem:
     allow_cpu_update: bool = True
     allow_device_update: bool = True
     allow_residuals: bool = True
+    allow_streamed_embed: bool = True
+    allow_streamed_head: bool = True
     tied: bool = False
     train_flops: float = 0.0
 

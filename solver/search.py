@@ -129,17 +129,23 @@ class Search:
             missing = self._missing_bytes(self.units)
             if not missing:
                 return True
-            best: tuple[float, Units] | None = None
-            for change in self._list_changes(0.5):
-                units = _apply(self.units, change)
-                freed = missing - self._missing_bytes(units)
-                if freed > 0:
-                    loss_ms = max(self.price(units).step_ms - self.step_ms, 0.0) + MIN_GAIN * self.step_ms
-                    best = min(best or (inf, units), (loss_ms / freed, units), key=lambda item: item[0])
+            # One slot less takes both embed and head, of which neither frees anything by itself.
+            best = self._find_freeing(missing, 1) or self._find_freeing(missing, 2)
             if best is None:
                 return False
-            self.replace(best[1])
+            self.replace(best)
         return False
+
+    def _find_freeing(self, missing: int, count: int) -> Units | None:
+        """Return the decisions that a change of `count` units gives which frees most per loss; None if none does."""
+        best: tuple[float, Units] | None = None
+        for change in self._list_changes(0.5):
+            units = self._extend(self.units, change, count)
+            freed = 0 if units is None else missing - self._missing_bytes(units)
+            if units is not None and freed > 0:
+                loss_ms = max(self.price(units).step_ms - self.step_ms, 0.0) + MIN_GAIN * self.step_ms
+                best = min(best or (inf, units), (loss_ms / freed, units), key=lambda item: item[0])
+        return None if best is None else best[1]
 
     def run(self) -> None:
         """Improve until nothing helps or the budget is spent."""
@@ -219,7 +225,7 @@ class Search:
         while not self.is_over:
             units: Units | None = self.units
             for change, count in zip(changes, shape, strict=True):
-                units = None if units is None else _extend(units, change, factor * count)
+                units = None if units is None else self._extend(units, change, factor * count)
             if units is None or not self.fits(units) or not self.take(units):
                 if factor == 1:
                     break
@@ -227,6 +233,22 @@ class Search:
             else:
                 is_better, factor = True, 2 * factor
         return is_better
+
+    def _extend(self, units: Units, change: Change, count: int) -> Units | None:
+        """Return the same change for the `count` blocks that are nearest to it; None if there are not so many.
+
+        Of embed and head, which are alike if they decide alike, both may share a change: a slot is saved only together.
+        """
+        last, after = len(units) - 1, change.after
+        where: Sequence[int] = range(1, last)
+        if change.where in (0, last):
+            lane = Lane(after.weights, after.states, after.update, after.grads)
+            where = [u for u in (0, last) if lane in self._options[u].lanes]
+        near = sorted((u for u in where if units[u] == change.before), key=lambda u: (abs(u - change.where), u))
+        if len(near) < count:
+            return None
+        changed = set(near[:count])
+        return tuple(after if u in changed else unit for u, unit in enumerate(units))
 
     def _take_exchange(self) -> bool:
         """Try to exchange the first, middle and last block of each kind with every other block."""
@@ -257,11 +279,10 @@ class _Options(NamedTuple):
 
 
 def _list_options(problem: Problem, u: int) -> _Options:
-    unit, is_edge = problem.units[u], u in (0, len(problem.units) - 1)
-    lanes = list_lanes(problem, unit, is_edge=is_edge)
-    if is_edge:
+    lanes = list_lanes(problem, u)
+    if u in (0, len(problem.units) - 1):
         return _Options(lanes, (), ())
-    return _Options(lanes, list_hull_keeps(problem, unit), list_boundaries(problem))
+    return _Options(lanes, list_hull_keeps(problem, problem.units[u]), list_boundaries(problem))
 
 
 def _list_neighbours(options: _Options, before: UnitPlan) -> Iterator[UnitPlan]:
@@ -281,15 +302,3 @@ def _list_neighbours(options: _Options, before: UnitPlan) -> Iterator[UnitPlan]:
 
 def _apply(units: Units, change: Change) -> Units:
     return (*units[: change.where], change.after, *units[change.where + 1 :])
-
-
-def _extend(units: Units, change: Change, count: int) -> Units | None:
-    """Return the same change for the `count` blocks that are nearest to it; None if there are not so many."""
-    last = len(units) - 1
-    if change.where in (0, last):
-        return _apply(units, change)  # embed and head have no likes
-    near = sorted((u for u in range(1, last) if units[u] == change.before), key=lambda u: (abs(u - change.where), u))
-    if len(near) < count:
-        return None
-    changed = set(near[:count])
-    return tuple(change.after if u in changed else unit for u, unit in enumerate(units))

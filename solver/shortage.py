@@ -40,7 +40,7 @@ def count_missing_bytes(problem: Problem) -> int:
 def _leanest_plans(problem: Problem) -> Iterator[Plan]:
     """Yield the plans without residuals whose blocks, and whose ends, share one kind of lane."""
     last = len(problem.units) - 1
-    options = [list_lanes(problem, unit, is_edge=u in (0, last)) for u, unit in enumerate(problem.units)]
+    options = [list_lanes(problem, u) for u in range(last + 1)]
     for boundary in list_boundaries(problem):
         for edge in sorted({lane for u in (0, last) for lane in options[u]}):
             for lane in sorted({lane for lanes in options[1:last] for lane in lanes}):

@@ -146,6 +146,8 @@ def _add_forward_reads(draft: Draft, events: Events, writes: Writes, launches: l
         follow_if(draft, on_cpu, op, events.cpu[u].finish, horizon)
         follow_if(draft, draft.streamed[u], op, issued[u], horizon)
         follow_if(draft, draft.visiting[u], op, visits[u], horizon)
+        if u == len(launches) - 1:
+            follow_if(draft, draft.edges.both, op, launches[0], horizon)
         follow_if(draft, user, op, weights_free[u], horizon)
         follow_if(draft, first, op, writes.weights[u].finish - draft.period, horizon)
         user = pick_lane(draft, u, states=NVME, update=DEVICE)

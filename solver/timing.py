@@ -16,7 +16,7 @@ from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, HOST
 from lazytrain.solver.rates import sync_ms
-from lazytrain.solver.rings import add_ring
+from lazytrain.solver.rings import add_largest, add_ring
 
 COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
 
@@ -47,6 +47,8 @@ def add_timing(draft: Draft, events: Events) -> None:
         follow_if(draft, pick_lane(draft, u, update=CPU), op, tail, draft.horizon)
     last_offload, buffers = _add_forward(draft, events, queues, moves)
     _add_backward(draft, events, queues, moves, last_offload)
+    for wait in (events.forward[-1].finish, _edge_store(draft, events, -1)):
+        follow_if(draft, draft.edges.early, events.early[0], wait, 2 * draft.horizon)
     for u, (op, users) in enumerate(zip(events.early, draft.early, strict=True)):
         queues.run(H2D, op)
         follow_if(draft, total(users), op, buffers[u] + draft.period, 2 * draft.horizon)
@@ -73,6 +75,12 @@ def _slot_ends(draft: Draft, uses: Sequence[Op], stores: Sequence[Op]) -> list[l
     return [[a.finish, relax(draft, b.finish, user)] for a, b, user in zip(uses, stores, updated, strict=True)]
 
 
+def _edge_store(draft: Draft, events: Events, u: int) -> Affine:
+    """Return when the weights of embed (0) or head (-1) have left their slot, where the device updated them."""
+    user = draft.choices[u].lane(lambda lane: lane.is_streamed and lane.update == DEVICE)
+    return relax(draft, events.store_weights[u].finish, user)
+
+
 def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affine]) -> tuple[Affine, list[Affine]]:
     """Add the rows of the forward sweep; return when the last offload ends, and when units' update buffers are free."""
     model, horizon, last = draft.model, draft.horizon, len(draft.choices) - 1
@@ -81,6 +89,11 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
     slots, _ = add_ring(model, draft.streamed, slot_ends, draft.prefetch_depth, 2 * horizon)
     stores = _finishes(events.store_states)
     buffers, _ = add_ring(model, draft.visiting, stores, NUM_RING_BUFFERS, 2 * horizon, period=draft.period)
+    any_store = add_largest(model, [pick_lane(draft, u, grads=HOST) for u in range(last + 1)])
+    # Embed and head overwrite each other: the one of the step before, or of this one, must be through with the slot.
+    follow_if(draft, draft.edges.both, events.load[0], _edge_store(draft, events, -1) - draft.period, 2 * horizon)
+    for wait in (events.forward[0].finish, _edge_store(draft, events, 0)):
+        follow_if(draft, draft.edges.both, events.load[last], wait, 2 * horizon)
     for u in range(last + 1):
         load, update, forward = events.load[u], events.update[u], events.forward[u]
         queues.run(H2D, load, [events.cpu[u].finish, events.early[u].finish - draft.period])
@@ -91,7 +104,9 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
         queues.run(COMPUTE, update, [load.finish])
         queues.run(D2H, events.store_weights[u], [update.finish])
         queues.run(D2H, events.store_states[u])
-        queues.run(COMPUTE, forward, [events.store_grads[0].finish - draft.period] if u == 1 else [])
+        queues.run(COMPUTE, forward)
+        if u == 1:
+            follow_if(draft, any_store, forward, events.store_grads[0].finish - draft.period, 2 * horizon)
         if u > 1:
             # All offloads but the last one must be over: where u - 1 made one, those before it; others were due before.
             follow_if(draft, moves[u - 1], forward, offloads[u - 1], horizon)

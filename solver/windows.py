@@ -3,7 +3,7 @@
 Rings limit how many loads can be done before the compute that needs them, and how many copies out can be due after it.
 The rows of the rings say so with M, which means nothing while binaries are fractions; these say it with sums:
 
-    loads ahead    load[u] >= start of forward[u] - A,     A = P weights and 2 update buffers
+    loads ahead    load[u] >= start of forward[u] - A,     A = P + 1 weights (the edges' slot) and 2 update buffers
                    fetch[u] >= start of backward[u] - A,   A = P weights and 2 fetches
     stores behind  start of forward[u] >= store[u - 1] - A,   A = 2 updates' stores and one offload
 
@@ -54,7 +54,7 @@ def _add_forward_loads(draft: Draft, events: Events) -> None:
     """Add a chain of its own: weights that a CPU update publishes to a resident block may come at any time before."""
     weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
     buffers = find_largest(draft, lambda unit: unit.state_bytes + unit.grad_bytes, to_device=True, num_copies=2)
-    ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * buffers
+    ahead = (draft.prefetch_depth + 1) * weights + NUM_RING_BUFFERS * buffers
     before = Affine()
     for u, unit in enumerate(draft.problem.units):
         published = draft.ms(copy_ms(draft.problem, unit.weight_bytes, to_device=True)) if unit.num_params else 0.0

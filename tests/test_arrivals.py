@@ -2,32 +2,59 @@
 
 import torch
 from test_activations import RecordingLanes
-from toys import make_model, make_params, make_plan
+from toys import STREAMED, make_model, make_params, make_plan
 
 from lazytrain import adamw8bit
 from lazytrain.arrivals import Arrivals
-from lazytrain.homes import build_homes
-from lazytrain.lanes import Worker
+from lazytrain.homes import Homes, build_homes
+from lazytrain.lanes import Ticket, Worker
 from lazytrain.optimizer import init_unit_into
 from lazytrain.updates import PendingUpdate
 
+SETTINGS = adamw8bit(1e-3).settings
 
-def test_first_loads_wait_for_compute_queued_before_their_buffers_were_made() -> None:
-    model, lanes, settings = make_model(), RecordingLanes(), adamw8bit(1e-3).settings
+
+def make_arrivals() -> tuple[Homes, RecordingLanes, Arrivals]:
+    model, lanes = make_model(tied=False, streams_embed=True), RecordingLanes()
     params = make_params(model)
     homes = build_homes(
         model,
-        make_plan(),
-        settings,
+        make_plan(ends=STREAMED),
+        SETTINGS,
         fill=lambda home, weights, state: init_unit_into(home.layout, params.__getitem__, weights, state),
         dtype=torch.float32,
         lanes=lanes,
         spill=None,
     )
-    arrivals = Arrivals(homes, 2, lanes, Worker("writer", threaded=False))
-    slots, buffers = (ticket for name, ticket, _ in lanes.spans if name == "reserve")
-    block = homes.units[1]
-    arrivals.bring(block, PendingUpdate(hyper=settings.hyper(1e-3, 1), due={block.index}))
-    waits = next(waits for name, _, waits in lanes.spans if name == "load weights")
-    assert any(wait is slots for wait in waits)
-    assert any(wait is buffers for wait in waits)  # the states follow the weights in the same queue
+    return homes, lanes, Arrivals(homes, 2, lanes, Worker("writer", threaded=False))
+
+
+def waits_of(lanes: RecordingLanes, name: str) -> list[Ticket | None]:
+    """Return what the last span of a name waits for."""
+    return [waits for other, _, waits in lanes.spans if other == name][-1]
+
+
+def test_first_loads_wait_for_compute_queued_before_their_buffers_were_made() -> None:
+    homes, lanes, arrivals = make_arrivals()
+    slots, edge_slot, buffers = (ticket for name, ticket, _ in lanes.spans if name == "reserve")
+    for home, made in ((homes.units[1], slots), (homes.units[0], edge_slot)):
+        arrivals.bring(home, PendingUpdate(hyper=SETTINGS.hyper(1e-3, 1), due={home.index}))
+        waits = waits_of(lanes, "load weights")
+        assert any(wait is made for wait in waits)
+        assert any(wait is buffers for wait in waits)  # the states follow the weights in the same queue
+
+
+def test_embed_and_head_wait_for_each_other_in_their_slot() -> None:
+    homes, lanes, arrivals = make_arrivals()
+    embed, head = homes.units[0], homes.units[-1]
+    for first, second in ((embed, head), (head, embed)):
+        pending = PendingUpdate(hyper=SETTINGS.hyper(1e-3, 1), coef=1.0, due={first.index})
+        first.grads_host = torch.zeros(first.layout.numel)
+        arrivals.update_on_load(arrivals.bring(first, pending), pending)
+        used, sent = Ticket(), first.weights_out
+        arrivals.used(first, used)
+        arrivals.bring(second, None)
+        waits = waits_of(lanes, "load weights")
+        assert any(wait is used for wait in waits)
+        assert sent is not None
+        assert any(wait is sent for wait in waits)

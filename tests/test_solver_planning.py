@@ -41,11 +41,8 @@ def small_problem(seed: int) -> Problem:
 
 
 def all_plans(problem: Problem) -> Iterator[Plan]:
-    ends = [
-        [make_unit_plan(lane) for lane in list_lanes(problem, unit, is_edge=True)]
-        for unit in (problem.embed, problem.head)
-    ]
-    blocks = [list(list_block_plans(problem, block)) for block in problem.blocks]
+    ends = [[make_unit_plan(lane) for lane in list_lanes(problem, u)] for u in (0, len(problem.units) - 1)]
+    blocks = [list(list_block_plans(problem, i)) for i in range(len(problem.blocks))]
     for depth in problem.prefetch_depths:
         for units in product(ends[0], *blocks, ends[1]):
             yield make_plan(problem, units, depth)
@@ -53,10 +50,10 @@ def all_plans(problem: Problem) -> Iterator[Plan]:
 
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
     def edge(u: int) -> UnitPlan:
-        return make_unit_plan(rng.choice(list_lanes(problem, problem.units[u], is_edge=True)))
+        return make_unit_plan(rng.choice(list_lanes(problem, u)))
 
-    blocks = [rng.choice(list(list_block_plans(problem, block))) for block in problem.blocks]
-    return make_plan(problem, [edge(0), *blocks, edge(-1)], rng.choice((2, 3)))
+    blocks = [rng.choice(list(list_block_plans(problem, i))) for i in range(len(problem.blocks))]
+    return make_plan(problem, [edge(0), *blocks, edge(len(blocks) + 1)], rng.choice((2, 3)))
 
 
 def model_step_ms(milp: Milp, plan: Plan) -> float | None:

@@ -42,10 +42,8 @@ def make_varied_problem(seed: int) -> Problem:
 
 
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
-    ends = [
-        make_unit_plan(rng.choice(list_lanes(problem, unit, is_edge=True))) for unit in (problem.embed, problem.head)
-    ]
-    blocks = [rng.choice(list(list_block_plans(problem, block))) for block in problem.blocks]
+    ends = [make_unit_plan(rng.choice(list_lanes(problem, u))) for u in (0, len(problem.units) - 1)]
+    blocks = [rng.choice(list(list_block_plans(problem, i))) for i in range(len(problem.blocks))]
     return make_plan(problem, [ends[0], *blocks, ends[1]], rng.choice(problem.prefetch_depths))
 
 

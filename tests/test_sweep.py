@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, make_train_step
-from lazytrain.solver.plan import Plan
+from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.trainer import param_getter
 
 NUM_BLOCKS, ROWS = 4, 8
+KEPT = replace(STREAMED, grads="device")
 FORWARD_MATMUL_FLOPS = 2 * ROWS * T * D * FF  # one of a block's two
 
 
@@ -62,6 +63,53 @@ def test_updates_on_the_cpu_move_grads_out_and_weights_in(tmp_path: Path) -> Non
     moved, layout = count_bytes(make_plan(default=ON_CPU, depth=2), tmp_path)
     assert moved["d2h"] == NUM_BLOCKS * layout.weight_bytes  # grads
     assert moved["h2d"] == (NUM_BLOCKS + NUM_BLOCKS - 2) * layout.weight_bytes  # forward, backward less the ring
+
+
+@pytest.mark.parametrize(
+    ("ends", "tied", "loads", "stores"),
+    [
+        ((STREAMED, STREAMED), False, ("embed weights states grads", "head weights states grads"), None),
+        ((ON_CPU, ON_CPU), False, ("embed weights", "head weights"), ("embed grads", "head grads")),
+        ((ON_CPU, KEPT), False, ("embed weights", "head weights states"), ("embed grads", "head weights states")),
+        ((RESIDENT, KEPT), False, ("head states",), ("head weights states",)),  # nobody takes the slot from it
+        ((STREAMED, RESIDENT), True, ("embed states grads",), ("embed weights states grads",)),
+        ((ON_CPU, RESIDENT), True, ("embed weights",), ("embed grads",)),
+    ],
+)
+def test_edges_move_what_their_slot_lacks(
+    ends: tuple[UnitPlan, UnitPlan], tied: bool, loads: tuple[str, ...], stores: tuple[str, ...] | None
+) -> None:
+    model = make_model(NUM_BLOCKS, tied=tied, streams_embed=True)
+    step = make_train_step(model, adamw8bit(1e-3), make_plan(default=RESIDENT, ends=ends), device="cpu")
+    state = step.init(make_params(model))
+    for i in range(2):
+        state, _ = step(state, make_batch(i))
+    homes, counts = state.engine.homes.units, state.engine.lanes.bytes_moved
+    before = dict(counts)
+    state, _ = step(state, make_batch(2))
+
+    def count(lines: tuple[str, ...]) -> int:
+        total = 0
+        for unit, *names in (line.split() for line in lines):
+            layout = homes[0 if unit == "embed" else -1].layout
+            total += sum(layout.state_bytes if name == "states" else layout.weight_bytes for name in names)
+        return total
+
+    assert counts["h2d"] - before.get("h2d", 0) == count(loads)
+    assert counts["d2h"] - before.get("d2h", 0) == count(loads if stores is None else stores)
+
+
+def test_a_streamed_embed_comes_before_the_norm_once_the_head_has_left() -> None:
+    model = make_model(NUM_BLOCKS, tied=False, streams_embed=True)
+    step = make_train_step(model, adamw8bit(1e-3), make_plan(default=RESIDENT, ends=STREAMED), device="cpu")
+    state = step.init(make_params(model))
+    for i in range(2):
+        state, _ = step(state, make_batch(i))
+    names = [(span.name, span.unit) for span in state.engine.read_step()]
+    after = names[names.index(("embed backward", "embed")) + 1 :]
+    loads = [(f"load {what}", "embed") for what in ("weights", "states", "grads")]
+    assert [name for name in after if name[0].startswith("load")] == loads
+    assert names.index(("load weights", "head")) > names.index(("embed", "embed"))
 
 
 def test_boundaries_and_residuals_go_out_and_come_back(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ def embed(params: Params, batch: Batch) -> Tensor:
     return F.embedding(batch["tokens_bt"], params["table"])
 
 
+def embed_grads_into(params: Params, batch: Batch, dx_btd: Tensor, sums: Params) -> None:
+    """Add the embed's gradients: it needs no weights, so that they may have left."""
+    sums["table"].index_add_(0, batch["tokens_bt"].flatten(), dx_btd.flatten(0, 1).float())
+
+
 def head(params: Params, x_btd: Tensor, batch: Batch) -> Tensor:
     logits_btv = F.linear(F.layer_norm(x_btd, (D,), params["norm"], None), params["out"]).float()
     return F.cross_entropy(
@@ -34,8 +39,8 @@ def head(params: Params, x_btd: Tensor, batch: Batch) -> Tensor:
     )
 
 
-def make_model(num_blocks: int = 4, *, tied: bool = True) -> Model:
-    """Return a model of `num_blocks` equal blocks."""
+def make_model(num_blocks: int = 4, *, tied: bool = True, streams_embed: bool = False) -> Model:
+    """Return a model of `num_blocks` equal blocks, whose embed has a backward that needs no weights, or none."""
 
     def spec(name: str, *shape: int) -> ParamSpec:
         return ParamSpec(full_name=name, shape=shape)
@@ -56,7 +61,13 @@ def make_model(num_blocks: int = 4, *, tied: bool = True) -> Model:
     )
     out = "embed.table" if tied else "head.out"
     return Model(
-        embed=Unit(name="embed", kind="embed", fn=embed, params={"table": spec("embed.table", V, D)}),
+        embed=Unit(
+            name="embed",
+            kind="embed",
+            fn=embed,
+            params={"table": spec("embed.table", V, D)},
+            grads_into=embed_grads_into if streams_embed else None,
+        ),
         blocks=blocks,
         head=Unit(name="head", kind="head", fn=head, params={"norm": spec("head.norm", D), "out": spec(out, V, D)}),
         tied={"out": "table"} if tied else {},
@@ -108,19 +119,20 @@ def make_plan(
     num_blocks: int = 4,
     *,
     default: UnitPlan = STREAMED,
-    ends: UnitPlan = RESIDENT,
+    ends: UnitPlan | tuple[UnitPlan, UnitPlan] = RESIDENT,
     change: Callable[[int, UnitPlan], UnitPlan] = lambda i, unit: unit,
     depth: int = 2,
     microbatches: int = 1,
 ) -> Plan:
-    """Return a plan of `default` blocks, each passed through `change`."""
+    """Return a plan of `default` blocks, each passed through `change`; `ends` is what embed and head do, or each."""
+    first, last = ends if isinstance(ends, tuple) else (ends, ends)
     return Plan(
         model="toy",
         num_microbatches=microbatches,
         prefetch_depth=depth,
-        embed=ends,
+        embed=first,
         blocks=tuple(change(i, default) for i in range(num_blocks)),
-        head=ends,
+        head=last,
     )
 
 
