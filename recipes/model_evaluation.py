@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -23,13 +23,15 @@ from lazytrain.homes import owned_params
 from lazytrain.planning import default_limits
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.batches import BatchStream
+from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.evaluation import evaluate
 from lazytrain.recipes.metamathqa import choose_device
 from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size
 from lazytrain.recipes.preparation import Job, resolve_settings
-from lazytrain.recipes.prompts import PROMPTS, get_prompt, load_tokenizer, read_special_tokens
+from lazytrain.recipes.prompts import PROMPTS, Prompt, get_prompt, load_tokenizer, read_special_tokens
 from lazytrain.recipes.rows import load_rows
 from lazytrain.recipes.scoring import Score
+from lazytrain.recipes.splits import sample_rows
 from lazytrain.shards import ModelDir, check_params, open_model_dir
 from lazytrain.signals import GracefulStop
 from lazytrain.trainer import TrainState
@@ -154,8 +156,19 @@ def open_job(options: Options) -> Job:
     for note in check_params(model, files):
         print(f"model: {note}", file=sys.stderr)
     tokenizer = load_tokenizer(options.model)
+    special = read_special_tokens(options.model, tokenizer)
+    prompt: Prompt | ChatTemplate
+    if settings.prompt == "chat":
+        prompt = load_chat_template(options.model, tokenizer)
+        special = replace(special, stop_ids=tuple(sorted({*special.stop_ids, *prompt.stop_ids})))
+    else:
+        prompt = get_prompt(settings.prompt)
     loaded = load_rows(
-        options.data, split="test", query_field=options.query_field, response_field=options.response_field
+        options.data,
+        split="test",
+        query_field=options.query_field,
+        response_field=options.response_field,
+        messages_field=options.messages_field,
     )
     print(f"rows: {loaded.report.describe()} of {options.data}", file=sys.stderr)
     return Job(
@@ -164,10 +177,10 @@ def open_job(options: Options) -> Job:
         config=config,
         model=model,
         tokenizer=tokenizer,
-        special=read_special_tokens(options.model, tokenizer),
-        prompt=get_prompt(settings.prompt),
+        special=special,
+        prompt=prompt,
         stream=cast(BatchStream, None),
-        held_out=loaded.rows[: options.eval_limit] if options.eval_limit is not None else loaded.rows,
+        held_out=sample_rows(loaded.rows, options.eval_limit, options.seed),
         num_steps=0,
     )
 
@@ -183,7 +196,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Options, Path]:
     parser.add_argument("--data", required=True, help="rows: JSON, JSONL, parquet, a directory of them, or a hub name")
     parser.add_argument("--query-field", help="column of the problem (default: query, question or instruction)")
     parser.add_argument("--response-field", help="column of the solution (default: response, answer or output)")
-    parser.add_argument("--prompt", choices=tuple(PROMPTS), help="prompt style (default: metamath)")
+    parser.add_argument("--messages-field", help="column of a chat's turns (default: messages or conversations)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the rows of --eval-limit (default: %(default)s)")
+    parser.add_argument("--prompt", choices=(*PROMPTS, "chat"), help="prompt style (default: metamath)")
     parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="where to write (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, float32 on a CPU")

@@ -125,7 +125,9 @@ def test_an_empty_yaml_file_sets_nothing(tmp_path: Path) -> None:
     assert parse_options(["--config", write(tmp_path, "", "run.yaml")]) == parse_options([])
 
 
-@pytest.mark.parametrize("arguments", [(), FLAGS, ("--steps", "5"), ("--epochs", "2.5", "--eval-before")])
+@pytest.mark.parametrize(
+    "arguments", [(), FLAGS, ("--steps", "5"), ("--epochs", "2.5", "--eval-before"), ("--accumulate", "2")]
+)
 def test_the_printed_settings_are_the_same_run_again(arguments: tuple[str, ...], tmp_path: Path) -> None:
     printed = effective_config(parse_options(arguments))
     again = parse_options(["--config", write(tmp_path, printed)])

@@ -19,7 +19,7 @@ from lazytrain.trainer import TrainState, read_params
 from lazytrain.transformer import transformer_model
 
 pytestmark = pytest.mark.slow
-EVAL = ("--max-new-tokens", "6")
+EVAL = ("--eval-limit", "6", "--max-new-tokens", "6")
 FLAGS = ("--device", "cpu", "--steps", "3", "--batch-size", "8", *EVAL)
 
 
@@ -91,7 +91,7 @@ def test_eval_of_the_model_gives_the_runs_own_samples(
     assert main(["eval", *flags, "--out", str(tmp_path)]) == 0
     assert (tmp_path / "samples.jsonl").read_bytes() == (out / "samples.jsonl").read_bytes()
     score = json.loads((tmp_path / "score.json").read_text())
-    assert score["total"] == score["correct"] + score["wrong"] + score["no_answer"] == 240
+    assert score["total"] == score["correct"] + score["wrong"] + score["no_answer"] == 6
     assert "exact match" in capsys.readouterr().out
 
 
