@@ -33,6 +33,7 @@ from lazytrain.shards import ModelDir
 SMALL = (
     "--device", "cpu", "--steps", "4", "--batch-size", "8", "--eval-limit", "6", "--eval-batch-size", "3",
     "--max-new-tokens", "6", "--save-every", "2", "--max-tokens", "96", "--prompt", "plain", "--no-eval-before",
+    "--fresh-profile",
 )  # fmt: skip
 NUM_ROWS = 80
 TIMES = ("step_s", "tokens_per_s", "last_account")

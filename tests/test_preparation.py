@@ -1,6 +1,7 @@
 """A run's input: chats by the model's own template, a vocabulary larger than the tokenizer's, clear refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_rows_without_a_target_or_too_long_are_told(embedded: Job, tmp_path: Pat
 
 def test_eval_limit_below_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--eval-limit -1: below 0\. Give 0 for none"):
-        prepare(parse_options(["--out", str(tmp_path), "--eval-limit", "-1"]), lambda line: None)
+        prepare(replace(parse_options(["--out", str(tmp_path)]), eval_limit=-1), lambda line: None)
 
 
 def test_vocabulary_larger_than_the_tokenizers_keeps_its_rows_when_saved(embedded: Job, tmp_path: Path) -> None:

@@ -44,17 +44,22 @@ FAMILIES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"num_blocks": 4}, {"allow_residuals": False, "allow_device_update": False, "prefetch_depths": (2, 3)}),
 )
 
+STREAMED_EDGES = 4  # the family whose embed and head may be streamed, too
+
 
 def make_instance(number: int) -> Problem:
     toy, options = FAMILIES[number % len(FAMILIES)]
-    return replace(make_toy_problem(FIRST_SEED + number, **toy), **{"prefetch_depths": (2,), **options})
+    streams = number % len(FAMILIES) == STREAMED_EDGES
+    few = {"prefetch_depths": (2,), "allow_streamed_embed": streams, "allow_streamed_head": streams}
+    return replace(make_toy_problem(FIRST_SEED + number, **toy), **{**few, **options})
 
 
 def list_options(problem: Problem) -> list[list[UnitPlan]]:
     def edge(u: int) -> list[UnitPlan]:
-        return [make_unit_plan(lane) for lane in list_lanes(problem, problem.units[u], is_edge=True)]
+        return [make_unit_plan(lane) for lane in list_lanes(problem, u)]
 
-    return [edge(0), *(list(list_block_plans(problem, block)) for block in problem.blocks), edge(-1)]
+    last = len(problem.units) - 1
+    return [edge(0), *(list(list_block_plans(problem, i)) for i in range(len(problem.blocks))), edge(last)]
 
 
 def list_plans(problem: Problem) -> Iterator[Plan]:

@@ -47,7 +47,6 @@ def test_rows_of_another_name_are_left_out(capsys: pytest.CaptureFixture[str]) -
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="capacity._fits_somehow misses plans that share boundaries out over two tiers")
 @pytest.mark.slow
 def test_the_largest_batch_shares_boundaries_out_over_device_and_host() -> None:
     """14B, 24 GiB, one chunk: the host lacks 0.3 GiB for 29 rows, and the device has 5 GiB to spare."""
