@@ -36,7 +36,7 @@ SMALL = (
     "--fresh-profile",
 )  # fmt: skip
 NUM_ROWS = 80
-TIMES = ("step_s", "tokens_per_s", "last_account")
+TIMES = ("step_s", "tokens_per_s", "padded_tokens_per_s", "model_tflops", "last_account")
 BOUND = re.compile(r"saved within about (\d+) s")
 
 
