@@ -73,6 +73,11 @@ def count_targets(batch: Batch) -> int:
     """Return the number of target tokens of a batch, or of its rows where it has no `targets_bt`."""
     if "targets_bt" in batch:
         return int((batch["targets_bt"] != IGNORE_INDEX).sum())
+    return count_rows(batch)
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of rows of a batch."""
     return len(next(iter(batch.values())))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lazytrain.base import Batch, Context, Model, Params, ParamSpec, Unit
+from lazytrain.base import Batch, Context, Model, Params, ParamSpec, Unit, count_rows
 from lazytrain.errors import ConfigError
 
 BlockFunction = Callable[[Params, Tensor, Context], Tensor]
@@ -23,7 +23,7 @@ def block_model(
     *,
     loss: Callable[[Tensor, Batch], Tensor],
     inputs: str = "inputs",
-    count: Callable[[Batch], int] = lambda batch: len(next(iter(batch.values()))),
+    count: Callable[[Batch], int] = count_rows,
 ) -> tuple[Model, Params]:
     """Make a model of pure blocks `fn(params, x, ctx) -> y` between an input tensor and a loss.
 

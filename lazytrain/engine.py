@@ -10,7 +10,7 @@ from torch import Tensor
 from lazytrain.account import account_step
 from lazytrain.activations import Activations
 from lazytrain.arrivals import Arrivals
-from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit
+from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
 from lazytrain.gradients import GradientSink, norm_of_squares
@@ -196,7 +196,7 @@ class Engine:
 
 def split_batch(batch: Batch, num_microbatches: int) -> Sequence[dict[str, Tensor]]:
     """Cut a batch along its first dimension into at most `num_microbatches` parts of nearly equal size."""
-    num_rows = len(next(iter(batch.values())))
+    num_rows = count_rows(batch)
     for name, value in batch.items():
         if len(value) != num_rows:
             raise DataError(f"batch: {name} has {len(value)} rows, another tensor has {num_rows}. They must agree.")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from lazytrain.base import Batch
+from lazytrain.base import Batch, count_rows
 from lazytrain.errors import MemoryBudgetError
-from lazytrain.profiler import Profiler, count_rows
+from lazytrain.profiler import Profiler
 from lazytrain.slabs import available_host_bytes
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lazytrain.base import Batch, Model
+from lazytrain.base import Batch, Model, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
 from lazytrain.homes import owned_params
@@ -167,11 +167,6 @@ def with_update_rate(cost: UnitCost, gparams_s: float) -> UnitCost:
 
 def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.absolute().parent)
-
-
-def count_rows(batch: Batch) -> int:
-    """Return the number of rows of a batch."""
-    return len(next(iter(batch.values())))
 
 
 def _update_rates(cost: UnitCost) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from store_runs import CONFIG
 from test_trainer import PLANS
 from toys import make_batch, make_model, make_params
 
@@ -95,23 +96,6 @@ def test_resume_names_the_option_that_differs(tmp_path: Path) -> None:
     other = make_train_step(make_model(), adamw(1e-3), PLANS["resident"], device="cpu")
     with pytest.raises(CheckpointError, match="another model or optimizer"):
         resume_state(other, tmp_path, meta=META)
-
-
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-}
 
 
 @pytest.mark.slow
