@@ -118,12 +118,7 @@ def profile_head(
     def work() -> Any:
         return head_grads_into(model.head, params, x_btd, chunk, 1e-3, sums)
 
-    point = ResidualPoint(
-        residual_bytes=0,
-        forward_ms=0.0,
-        backward_ms=timer.median_ms(work),
-        workspace_bytes=timer.extra_bytes(work) or 0,
-    )
+    point = _end_point(0.0, work, timer)
     return _unit_cost(
         model.head, settings.layout(owned_params(model, model.head), dtype), x_btd, (point,), settings, timer
     )
@@ -144,15 +139,20 @@ def profile_embed(
     def backward() -> Any:
         return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
 
-    point = ResidualPoint(
-        residual_bytes=0,
-        forward_ms=timer.median_ms(lambda: model.embed.fn(params, chunk)),
-        backward_ms=timer.median_ms(backward),
-        workspace_bytes=timer.extra_bytes(backward) or 0,
-    )
+    point = _end_point(timer.median_ms(lambda: model.embed.fn(params, chunk)), backward, timer)
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
+
+
+def _end_point(forward_ms: float, backward: Callable[[], Any], timer: Timer) -> ResidualPoint:
+    """Return embed's or head's one point, which keeps nothing."""
+    return ResidualPoint(
+        residual_bytes=0,
+        forward_ms=forward_ms,
+        backward_ms=timer.median_ms(backward),
+        workspace_bytes=timer.extra_bytes(backward) or 0,
+    )
 
 
 def _make_sums(params: Params) -> Params:
