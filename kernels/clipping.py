@@ -73,5 +73,15 @@ def clip_coefficient(parameters: Iterable[Tensor], max_norm: float) -> Clip:
     squares = torch.zeros(len(grads), dtype=torch.float64, device=device)
     for i, grad in enumerate(grads.values()):
         square_sum_into(grad.contiguous(), squares[i])
+    return clip_of_squares(squares, max_norm)
+
+
+def clip_of_squares(squares: Tensor, max_norm: float) -> Clip:
+    """Return the norm that sums of squares make (fp64, 1-D, one a tensor, say), and its coefficient.
+
+    Example:
+        >>> clip_of_squares(torch.tensor([9.0, 16.0], dtype=torch.float64), 1.0)
+        Clip(norm=tensor(5., dtype=torch.float64), coef=tensor(0.2000))
+    """
     norm = square_total(squares).sqrt()
     return Clip(norm, coefficient_of(norm, max_norm))

@@ -129,6 +129,24 @@ class Arrivals:
         self._copied[f"slot {slot}"] = self._copied[f"buffer {arrival.buffer}"] = arrival.ticket
         return arrival
 
+    def update_in_place(self, pending: PendingUpdate, coef: Tensor) -> None:
+        """Queue the updates that need nothing from elsewhere, with a coefficient (fp32, 0-d) that lies on the device.
+
+        A NaN in it leaves everything as it is. The host need not know the norm yet: the device has work while it reads
+        the norm and prepares the next step.
+        """
+        for home in self._homes.units:
+            if home.plan.updates_in_place and pending.is_due(home):
+                assert home.state_device is not None
+                assert home.grads_device is not None
+                weights = self._weights_target(home)
+                with self._lanes.span(COMPUTE, "update", home.unit.name):
+                    update_unit_into(
+                        home.layout, weights, home.state_device, home.grads_device, coef=coef, hyper=pending.hyper
+                    )
+                home.grads_device = None
+                pending.finish(home)
+
     def update_on_load(self, arrival: Arrival, pending: PendingUpdate) -> None:
         """Update an arrived unit on the compute queue and send home what changed."""
         home, layout = arrival.home, arrival.home.layout

@@ -1,5 +1,6 @@
 """One trainer's machinery: homes, queues and sweeps, and the order in which a step uses them."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from lazytrain.arrivals import Arrivals
 from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
-from lazytrain.gradients import GradientSink, norm_of_squares
+from lazytrain.gradients import GradientSink
 from lazytrain.homes import FillUnit, build_homes
 from lazytrain.lanes import COMPUTE, Lanes, Span, Worker
 from lazytrain.optimizer import AdamWSettings
@@ -90,15 +91,18 @@ class Engine:
             self.sweep.backward(cotangents, batches, contexts, stash, sink)
             following = self._next_update(lr)
             self._ahead = self.sweep.load_ahead(following)
+            clip = self.settings.clip(sink.squares)
+            numbers = torch.cat([part.double().view(-1) for part in (sink.squares, loss_sum, clip.norm, clip.coef)])
+            read = self.lanes.start_reading(numbers)
+            self.arrivals.update_in_place(following, clip.coef)
             # While the device works on, the host looks at the step before.
             account = None if was_interrupted else account_step(*self.lanes.read_step())
             # The one host synchronisation of a step.
-            *squares, loss = torch.cat((sink.squares, loss_sum.double().view(1))).cpu().tolist()
+            *squares, loss, grad_norm, coef = read()
         self.lanes.end_step()
-        grad_norm, bad_index = norm_of_squares(squares)
-        coef, bad_unit = 0.0, None
-        if bad_index is not None:
-            bad_unit = self.homes.units[bad_index].unit.name
+        bad_unit = next((h.unit.name for h, s in zip(self.homes.units, squares) if not math.isfinite(s)), None)
+        if math.isnan(coef):
+            coef = 0.0
             following.cancel()
             sink.drop()
             if self.settings.error_if_nonfinite:
@@ -107,7 +111,6 @@ class Engine:
                     "Lower the learning rate or look at this batch."
                 )
         else:
-            coef = self.settings.clip_coef(grad_norm)
             following.decide(coef)
             self._schedule(following)
         return StepMetrics(
@@ -117,7 +120,7 @@ class Engine:
             clip_coef=coef,
             lr=lr,
             num_target_tokens=num_targets,
-            skipped=bad_index is not None,
+            skipped=bad_unit is not None,
             bad_unit=bad_unit,
             step_s=time.perf_counter() - start_s,
             last_account=account,

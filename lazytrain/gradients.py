@@ -5,8 +5,7 @@ same pass that takes the squares. Embed and head add to an fp32 sum of their own
 The square sum is that of the summed, rounded gradient, which is what the update reads.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -145,11 +144,3 @@ def round_in_place(total: Tensor) -> Tensor:
         begin, end = end, min(2 * end, total.numel())
         add_into(out[begin:end], total[begin:end])
     return out
-
-
-def norm_of_squares(squares: Sequence[float]) -> tuple[float, int | None]:
-    """Return the global norm √Σ, and the index of the first unit whose squares are not finite (or None)."""
-    for index, square in enumerate(squares):
-        if not math.isfinite(square):
-            return square, index
-    return math.sqrt(math.fsum(squares)), None

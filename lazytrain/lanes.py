@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -102,6 +102,21 @@ class Lanes:
         """Copy `source` into `target` (same shape and dtype) without waiting; call it inside a span of `queue`."""
         target.copy_(source, non_blocking=True)
         self.count(queue, source.numel() * source.element_size())
+
+    def start_reading(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Queue the copy of a few numbers to the host; the function returned waits for them, not for what follows."""
+        if not self.is_cuda:
+            return numbers.tolist
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        on_host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(self._streams[COMPUTE])
+
+        def read() -> list[float]:
+            arrived.synchronize()
+            return on_host.tolist()
+
+        return read
 
     def count(self, queue: str, num_bytes: int) -> None:
         """Add to what `queue` has moved; threads may count at once."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from lazytrain.base import Params, ParamSpec
 from lazytrain.errors import ConfigError
 from lazytrain.kernels.adamw import AdamWHyper, adamw8bit_update_into, adamw_update_into
+from lazytrain.kernels.clipping import Clip, clip_of_squares
 from lazytrain.kernels.codec import count_groups, dequantize_moments, quantize_moments
 from lazytrain.kernels.master import join_master, split_master
 from lazytrain.kernels.torch_adamw import Moments, make_state_dict, read_moments
@@ -50,11 +51,13 @@ class AdamWSettings:
         beta1, beta2 = self.betas
         return AdamWHyper(lr, beta1, beta2, self.eps, self.weight_decay, step=t)
 
-    def clip_coef(self, grad_norm: float) -> float:
-        """Return min(1, max_grad_norm / (grad_norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales."""
-        if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (grad_norm + 1e-6))
+    def clip(self, squares: Tensor) -> Clip:
+        """Return the global norm and min(1, max_grad_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales.
+
+        Args:
+            squares: each unit's sum of squares, fp64, on any device: where changes no bit.
+        """
+        return clip_of_squares(squares, math.inf if self.max_grad_norm is None else self.max_grad_norm)
 
 
 class OptimizerState(NamedTuple):

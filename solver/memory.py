@@ -137,22 +137,22 @@ class Accountant:
     def _list_positions(self, parts: "list[_Part]") -> Iterator[tuple[str, int]]:
         problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
-        waiting = sum(part.waiting for part in parts)
+        waiting = sum(part.waiting for part in parts if not part.settled)
         offload = max(part.moved for part in blocks)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
         stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
         kept = 0
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
-        waiting -= parts[0].waiting
+        waiting -= 0 if parts[0].settled else parts[0].waiting
         for i, part in enumerate(blocks):
             own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
             yield self._forward_at[i], waiting + kept + own + offload
-            waiting -= part.waiting
+            waiting -= 0 if part.settled else part.waiting
             kept += part.kept
 
         edge = parts[-1].waiting  # the old ones until their update, then the new ones
-        waiting -= edge
+        waiting -= 0 if parts[-1].settled else edge
         own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
         yield "head", kept + own + edge + tied + offload
 
@@ -192,6 +192,7 @@ class _Part(NamedTuple):
     moved: int  # boundary and residuals that leave the device
     host_grads: int
     waiting: int  # grads on the device
+    settled: bool  # they go as soon as the norm is known
     kept: int  # boundary and residuals that stay there
     residuals: int
     workspace: int
@@ -211,6 +212,7 @@ def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
         moved=sum(moved_bytes(problem, unit, plan, (HOST, NVME))),
         host_grads=grads * (plan.grads == HOST),
         waiting=grads * (plan.grads == DEVICE),
+        settled=plan.updates_in_place,
         kept=sum(moved_bytes(problem, unit, plan, (DEVICE,))),
         residuals=residual_bytes(problem, unit, plan.residual_point),
         workspace=unit.points[plan.residual_point].workspace_bytes,

@@ -58,6 +58,11 @@ class UnitPlan:
         return self.update == DEVICE and self.states != DEVICE
 
     @property
+    def updates_in_place(self) -> bool:
+        """Return whether the update needs nothing from elsewhere: it runs as soon as the norm is known."""
+        return self.update == DEVICE and self.weights == DEVICE and self.states == DEVICE
+
+    @property
     def uses_nvme(self) -> bool:
         """Return whether anything of the unit lives on NVMe or is spilled there."""
         return NVME in (self.weights, self.states, self.residuals, self.boundary)

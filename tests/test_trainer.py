@@ -159,7 +159,9 @@ def test_a_consumed_state_is_refused(tmp_path: Path) -> None:
     train_step(second, make_batch())
 
 
-@pytest.mark.parametrize("plan", ["streamed", "streamed, updated on cpu", "streamed, grads kept", "all on nvme"])
+@pytest.mark.parametrize(
+    "plan", ["resident", "streamed", "streamed, updated on cpu", "streamed, grads kept", "all on nvme"]
+)
 def test_a_norm_that_is_not_finite_skips_the_whole_step(plan: str, tmp_path: Path) -> None:
     model = make_model()
     bad = make_params(model)
@@ -172,6 +174,20 @@ def test_a_norm_that_is_not_finite_skips_the_whole_step(plan: str, tmp_path: Pat
     assert state.num_updates == 0
     for name, value in read_params(state):
         assert torch.equal(value, bad[name]), name
+
+
+def test_resident_units_are_updated_when_the_step_returns() -> None:
+    """Their gradients' memory is free for the next forward sweep, and the device has work while the host turns over."""
+    model = make_model()
+    step = make_train_step(model, adamw8bit(1e-3), PLANS["resident"], device="cpu")
+    before = {name: value.clone() for name, value in make_params(model).items()}
+    state, _ = step(step.init(make_params(model)), make_batch())
+    for home in state.engine.homes.units:
+        assert home.grads_device is None
+        if home.has_params:
+            assert home.weights_device is not None
+            for name, value in home.layout.views(home.weights_device).items():
+                assert not torch.equal(value, before[home.unit.params[name].full_name])
 
 
 @pytest.mark.parametrize("plan", ["resident", "streamed"])
