@@ -60,6 +60,8 @@ class Unit:
             Embed: `(params, batch, dx_btd, sums)`; a streamed embed's weights have left by then, so that `params` are
             shapes only, on the meta device. Head: `(params, x_btd, batch, scale, sums) -> (loss_sum, dx_btd)`, the loss
             fp32 and unscaled, gradients those of `scale * loss_sum`.
+        rows: for an embed whose `fn` looks up rows of its only parameter, a matrix: `batch -> index`, in the order of
+            its output's rows. The gradients of few rows then need no dense fp32 sum.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Unit:
     fn: Callable[..., Any]
     params: Mapping[str, ParamSpec] = field(default_factory=dict)
     grads_into: Callable[..., Any] | None = None
+    rows: Callable[[Batch], Tensor] | None = None
 
 
 def count_targets(batch: Batch) -> int:

@@ -5,7 +5,7 @@ same pass that takes the squares. Embed and head add to an fp32 sum of their own
 The square sum is that of the summed, rounded gradient, which is what the update reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lazytrain.base import Params
 from lazytrain.homes import Homes, UnitHome
 from lazytrain.kernels.norm import add_into, square_sum_into
 from lazytrain.lanes import D2H, Lanes, Ticket
+from lazytrain.row_sums import sum_rows
 
 NUM_GRAD_BUFFERS = 2
 FIRST_PIECE = 1 << 20
@@ -76,6 +77,18 @@ class GradientSink:
             shared = self.sums(self._homes.units[0])
             views |= {name: shared[source] for name, source in self._tied.items()}
         return views
+
+    def add_rows(self, home: UnitHome, rows: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+        """Make the grads of an embed that looked rows up, of all microbatches, if few rows of many were used.
+
+        Returns:
+            Whether it did: else a dense sum is smaller than what `sum_rows` needs.
+        """
+        (place,) = home.layout.places
+        is_smaller = 4 * sum(index.numel() for index in rows) <= place.shape[0]
+        if is_smaller:
+            self._sums[home.index] = sum_rows(rows, cotangents, place.shape, home.layout.dtype).view(-1)
+        return is_smaller
 
     def finish(self, home: UnitHome) -> None:
         """Round embed's or head's sum to the working dtype and take its squares, on the compute queue.

@@ -9,7 +9,7 @@ from torch import Tensor
 from lazytrain.base import Batch, Model, Params, ParamSpec, Unit
 from lazytrain.configuration import ModelConfig
 from lazytrain.decoder import decoder_block, make_context
-from lazytrain.vocabulary import CausalHead, embed_grads_into, embed_tokens
+from lazytrain.vocabulary import CausalHead, embed_grads_into, embed_tokens, token_rows
 
 
 def transformer_model(config: ModelConfig) -> Model:
@@ -36,6 +36,7 @@ def transformer_model(config: ModelConfig) -> Model:
             fn=embed_tokens,
             params={"embed_tokens.weight": embed_spec},
             grads_into=embed_grads_into,
+            rows=token_rows,
         ),
         blocks=tuple(
             Unit(name=f"model.layers.{idx}", kind="block", fn=block_fn, params=_block_specs(config, idx))

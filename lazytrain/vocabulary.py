@@ -17,6 +17,7 @@ from lazytrain.configuration import ModelConfig
 from lazytrain.decoder import rms_norm
 from lazytrain.errors import DataError
 from lazytrain.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_grads
+from lazytrain.row_sums import add_rows_into
 
 # A chunk's logits in the working dtype. On the CPU softmax takes up to three times as much beside them.
 LOGITS_BYTES = {"cuda": 640 * 2**20, "cpu": 64 * 2**20}
@@ -35,14 +36,14 @@ def embed_grads_into(params: Params, batch: Batch, dx_btd: Tensor, sums: Params)
         sums: fp32 by local name, added to.
     Memory: that of an fp32 copy of the cotangents.
     """
-    sum_vd, rows_n = sums["embed_tokens.weight"], batch["tokens_bt"].reshape(-1)
+    # The backward of F.embedding would make the host wait.
     dx_nd = dx_btd.reshape(-1, dx_btd.shape[-1]).float()
-    if sum_vd.is_cuda:
-        # Sorts by token and adds runs of equal ones in order; index_add_ would add by atomics unless told otherwise,
-        # and the backward of F.embedding makes the host wait.
-        sum_vd.index_put_((rows_n,), dx_nd, accumulate=True)
-    else:
-        sum_vd.index_add_(0, rows_n, dx_nd)
+    add_rows_into(sums["embed_tokens.weight"], token_rows(batch), dx_nd)
+
+
+def token_rows(batch: Batch) -> Tensor:
+    """Return the row of the vocabulary matrix that each position takes, (b * t,)."""
+    return batch["tokens_bt"].reshape(-1)
 
 
 @dataclass(frozen=True)
