@@ -56,7 +56,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the steps of one plan took and needed; times in ms, memory in bytes."""
+    """What the steps of one plan took and needed; times in ms, memory in bytes.
+
+    `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
+    given back and taken anew; the device waits meanwhile.
+    """
 
     plan: str
     step_ms: float
@@ -68,6 +72,7 @@ class Measured:
     host_bytes: int
     predicted_host_bytes: int
     startup_s: float
+    num_refills: int | None
     account: Account
     losses_digest: str
 
@@ -163,14 +168,16 @@ def _measure(
     say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
     state, accounts, losses = _take_steps(step, state, config, options, say)
+    refills = torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
     spans, host_bytes = state.engine.read_step(), resident_host_bytes() - before_bytes
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if options.kernels and device.type == "cuda":
         batch = random_batch(config, options.batch, options.seq, seed=0)
         kernels = profile_kernels(lambda: [step(step(state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
-    result = _summarize(name, planned, model, accounts, losses, peak, host_bytes, startup_s)
+    result = _summarize(name, planned, model, accounts, losses, peak, host_bytes, startup_s, refills)
     _write(options.out, name, planned, spans, result)
     for line in describe(result):
         say(line)
@@ -207,6 +214,7 @@ def _summarize(
     peak: int | None,
     host_bytes: int,
     startup_s: float,
+    num_refills: int | None,
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*accounts, strict=True)))
     tokens, predicted = planned.problem.tokens_per_step, planned.plan.predicted
@@ -222,6 +230,7 @@ def _summarize(
         host_bytes=host_bytes,
         predicted_host_bytes=predicted.host_bytes,
         startup_s=startup_s,
+        num_refills=num_refills,
         account=mean,
         losses_digest=hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:16],
     )
@@ -241,7 +250,8 @@ def describe(result: Measured) -> list[str]:
         share = result.predicted_device_bytes / result.device_peak_bytes - 1
         lines.append(
             f"  device peak {result.device_peak_bytes / GIB:.2f} GiB "
-            f"(predicted {result.predicted_device_bytes / GIB:.2f}, {share:+.1%})"
+            f"(predicted {result.predicted_device_bytes / GIB:.2f}, {share:+.1%}); "
+            f"memory taken anew {result.num_refills} times"
         )
     return lines
 
