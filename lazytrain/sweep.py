@@ -7,41 +7,22 @@ Nothing here waits for the device; the host runs ahead, held back only by the bu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 
-from lazytrain.activations import NUM_FETCH_BUFFERS, Activations, Packed
+from lazytrain.activations import NUM_FETCH_BUFFERS, Activations
 from lazytrain.arrivals import Arrival, Arrivals
 from lazytrain.base import Batch, Context, Model, Params, Unit
 from lazytrain.gradients import GradientSink
 from lazytrain.homes import Homes, UnitHome
 from lazytrain.lanes import COMPUTE, Lanes, Ticket, Worker
-from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.prefetch import Job, Prefetch, last_user
 from lazytrain.programs import BlockPrograms, ProgramCache
+from lazytrain.solver.visits import backward_visits
+from lazytrain.stash import Fetched, Stash, buffer_of_turn
 from lazytrain.updates import PendingUpdate
-
-NUM_OFFLOADS_IN_FLIGHT = 2
-
-
-@dataclass(kw_only=True)
-class Stash:
-    """What the forward sweep leaves for the backward sweep, by block number."""
-
-    boundaries: dict[int, list[Tensor]] = field(default_factory=dict)
-    residuals: dict[int, list[tuple[Tensor, ...]]] = field(default_factory=dict)
-    packs: dict[int, list[tuple[str, Packed]]] = field(default_factory=dict)
-    programs: dict[int, list[BlockPrograms]] = field(default_factory=dict)
-    num_residuals: dict[int, list[int]] = field(default_factory=dict)
-    # Offloads that may still read their tensors, which are held here until the compute queue has waited for them.
-    in_flight: list[tuple[Ticket, Any]] = field(default_factory=list)
-
-    def take_oldest(self) -> Ticket | None:
-        """Return what compute must wait for before there is room for another offload; its tensors are let go."""
-        return self.in_flight.pop(0)[0] if len(self.in_flight) == NUM_OFFLOADS_IN_FLIGHT else None
 
 
 @dataclass(kw_only=True)
@@ -77,7 +58,7 @@ class Sweep:
         homes = self.homes.units
         prefetch = ahead or self._prefetch_forward(pending)
         prefetch.release()
-        stash, xs = Stash(), []
+        stash, xs = Stash(self.activations), []
         for position, home in enumerate(homes):
             arrival = prefetch.take(position)
             if pending is not None and pending.is_due(home):
@@ -129,27 +110,15 @@ class Sweep:
     ) -> None:
         """Run all blocks backward and the embed last; every unit's grads end in `sink`."""
         blocks = self.homes.units[1:-1]
-        order = list(reversed(range(len(blocks))))
-        self._reserve_fetch_buffers(stash)
-        prefetch = self._prefetch_backward(order, stash)
-        for position, i in enumerate(order):
+        visits = backward_visits([home.plan for home in blocks])
+        prefetch = self._prefetch_backward(visits, stash)
+        for position, (i, is_again) in enumerate(visits):
             arrival, fetched, fetch_ticket, turn = prefetch.take(position)
-            after = [arrival.ticket, fetch_ticket, *sink.room_for(blocks[i]), *(t for t, _ in stash.in_flight)]
-            stash.in_flight.clear()
-            params = self._params(arrival)
-            with self.lanes.span(COMPUTE, "backward", blocks[i].unit.name, after) as done:
-                boundaries, residuals = self._unstash(i, stash, fetched)
-                point = self._point(blocks[i], stash.programs[i][0])
-                for c, program in enumerate(stash.programs.pop(i)):
-                    x_btd, kept = boundaries[c], list(residuals[c])
-                    boundaries[c] = residuals[c] = None  # type: ignore[assignment, call-overload]
-                    # The list is emptied by the program, so that each residual is freed at its last use.
-                    flat, dx_btd = program.backward(point, params, x_btd, contexts[c], kept, cotangents[c])
-                    cotangents[c] = dx_btd
-                    sink.add(blocks[i], flat)
-                    del flat
-                del boundaries, residuals, fetched
-            sink.deliver(blocks[i], done)
+            if is_again:
+                done = self._forward_again(i, arrival, contexts, stash)
+            else:
+                after = [arrival.ticket, fetch_ticket, *sink.room_for(blocks[i]), *stash.take_all()]
+                done = self._backward_block(i, arrival, fetched, after, cotangents, contexts, stash, sink)
             self.arrivals.used(blocks[i], done)
             if turn is not None:
                 self._fetch_use[turn % NUM_FETCH_BUFFERS] = done
@@ -186,41 +155,44 @@ class Sweep:
                 residuals.append(kept)
                 programs.append(program)
         stash.programs[i] = programs
-        self._stash_away(i, home, xs, residuals, stash, done)
+        stash.put(i, home, xs, residuals, done)
         return outputs, done
 
-    def _stash_away(
-        self, i: int, home: UnitHome, xs: list[Tensor], residuals: list[tuple[Tensor, ...]], stash: Stash, done: Ticket
-    ) -> None:
-        packs: list[tuple[str, Packed]] = []
-        name = home.unit.name
-        if home.plan.boundary == "device":
-            stash.boundaries[i] = xs
-        else:
-            packs.append(("boundary", self.activations.offload(f"{i}.boundary", xs, home.plan.boundary, name, done)))
-        flat = [tensor for kept in residuals for tensor in kept]
-        if home.plan.residuals in ("host", "nvme") and flat:
-            stash.num_residuals[i] = [len(kept) for kept in residuals]
-            packs.append(
-                ("residuals", self.activations.offload(f"{i}.residuals", flat, home.plan.residuals, name, done))
-            )
-        else:
-            stash.residuals[i] = residuals
-        if packs:
-            stash.packs[i] = packs
-            stash.in_flight.append((packs[-1][1].ticket, (xs, flat)))
+    def _forward_again(self, i: int, arrival: Arrival, contexts: Sequence[Context], stash: Stash) -> Ticket:
+        """Compute the next block's inputs, which were not kept."""
+        params, outputs = self._params(arrival), []
+        with self.lanes.span(COMPUTE, "forward again", arrival.home.unit.name, [arrival.ticket]) as done:
+            for x_btd, ctx, program in zip(stash.boundary(i), contexts, stash.programs[i]):
+                outputs.append(program.forward_keep(0, params, x_btd, ctx)[0])
+        stash.put_boundary(i + 1, outputs)
+        return done
 
-    def _unstash(
-        self, i: int, stash: Stash, fetched: dict[str, list[Tensor]]
-    ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        boundaries = fetched["boundary"] if "boundary" in fetched else stash.boundaries.pop(i)
-        if "residuals" not in fetched:
-            return boundaries, stash.residuals.pop(i)
-        residuals, rest = [], fetched["residuals"]
-        for count in stash.num_residuals.pop(i):
-            residuals.append(tuple(rest[:count]))
-            rest = rest[count:]
-        return boundaries, residuals
+    def _backward_block(
+        self,
+        i: int,
+        arrival: Arrival,
+        fetched: Fetched,
+        after: Sequence[Ticket | None],
+        cotangents: list[Tensor],
+        contexts: Sequence[Context],
+        stash: Stash,
+        sink: GradientSink,
+    ) -> Ticket:
+        home, params = arrival.home, self._params(arrival)
+        with self.lanes.span(COMPUTE, "backward", home.unit.name, after) as done:
+            boundaries, residuals = stash.take(i, fetched)
+            point = self._point(home, stash.programs[i][0])
+            for c, program in enumerate(stash.programs.pop(i)):
+                x_btd, kept = boundaries[c], list(residuals[c])
+                boundaries[c] = residuals[c] = None  # type: ignore[assignment, call-overload]
+                # The list is emptied by the program, so that each residual is freed at its last use.
+                flat, dx_btd = program.backward(point, params, x_btd, contexts[c], kept, cotangents[c])
+                cotangents[c] = dx_btd
+                sink.add(home, flat)
+                del flat
+            del boundaries, residuals, fetched
+        sink.deliver(home, done)
+        return done
 
     def load_ahead(self, pending: PendingUpdate) -> Prefetch:
         """Start the loads of the next forward sweep before its update is decided: behind this step's last copies.
@@ -243,33 +215,28 @@ class Sweep:
         ]
         return Prefetch(jobs, self.loader, held_from=held_from)
 
-    def _prefetch_backward(self, order: list[int], stash: Stash) -> Prefetch:
+    def _prefetch_backward(self, visits: Sequence[tuple[int, bool]], stash: Stash) -> Prefetch:
         blocks = self.homes.units[1:-1]
-        slots = [self.arrivals.slot_of(blocks[i]) for i in order]
-        fetching = [i for i in order if i in stash.packs]
-        turns = {i: turn for turn, i in enumerate(fetching)}
-        buffers = [turns[i] % NUM_FETCH_BUFFERS if i in turns else None for i in order]
-        jobs = []
-        for position, i in enumerate(order):
-            needs = max(last_user(slots, position), last_user(buffers, position))
-            jobs.append(Job(lambda i=i: self._bring_back(i, stash, turns.get(i)), needs))  # type: ignore[misc]
+        slots = [self.arrivals.slot_of(blocks[i]) for i, _ in visits]
+        turns_of = stash.fetch_turns([i for i, is_again in visits if not is_again])
+        turns = [None if is_again else turns_of.get(i) for i, is_again in visits]
+        buffers = [buffer_of_turn(turn) for turn in turns]
+        jobs = [
+            Job(
+                lambda i=i, turn=turn: self._bring_back(i, stash, turn),  # type: ignore[misc]
+                max(last_user(slots, position), last_user(buffers, position)),
+            )
+            for position, ((i, _), turn) in enumerate(zip(visits, turns))
+        ]
         return Prefetch(jobs, self.loader)
 
-    def _bring_back(
-        self, i: int, stash: Stash, turn: int | None
-    ) -> tuple[Arrival, dict[str, list[Tensor]], Ticket | None, int | None]:
+    def _bring_back(self, i: int, stash: Stash, turn: int | None) -> tuple[Arrival, Fetched, Ticket | None, int | None]:
         home = self.homes.units[1 + i]
         arrival = self.arrivals.bring(home, None)
         if turn is None:
             return arrival, {}, None, None
-        named = stash.packs.pop(i)
         free = self._fetch_use.get(turn % NUM_FETCH_BUFFERS)
-        tensors, ticket = self.activations.fetch([pack for _, pack in named], turn, home.unit.name, free)
-        return arrival, {name: kept for (name, _), kept in zip(named, tensors)}, ticket, turn
-
-    def _reserve_fetch_buffers(self, stash: Stash) -> None:
-        sizes = [sum(round_up(pack.num_bytes, ALIGN_BYTES) for _, pack in packs) for packs in stash.packs.values()]
-        self.activations.reserve(max(sizes, default=0))
+        return arrival, *stash.fetch(i, turn, home.unit.name, free), turn
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed

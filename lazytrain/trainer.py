@@ -223,6 +223,9 @@ def check_plan(model: Model, plan: Plan, spill_dir: Path | None) -> None:
         raise PlanError(
             f"the plan is for {len(plan.blocks)} blocks, the model has {len(model.blocks)}. Plan again for this model."
         )
+    lost = plan.find_lost_boundary()
+    if lost is not None:
+        raise PlanError(f"plan: the boundary of block {lost[0]} is 'none'; it {lost[1]}. Edit it, or plan anew.")
     for name, unit in (("embed", plan.embed), ("head", plan.head)):
         if unit.weights == "nvme":
             raise PlanError(f"plan: {name}.weights is 'nvme'; embed and head live on the device or the host.")

@@ -8,6 +8,8 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
                       + own residuals + one offload in flight + grads that wait for their update + workspace
+    device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
+                      + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
                       + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace
     embed and head    + an fp32 sum of their grads
@@ -15,11 +17,12 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
     nvme              weights, states and spilled things, and two files more: a new version is another file
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, UnitPlan
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NONE, NVME, Plan, UnitPlan
 from lazytrain.solver.problem import Problem, UnitCost
+from lazytrain.solver.visits import backward_visits
 
 ALIGN_BYTES = 512
 FP32_BYTES = 4
@@ -124,7 +127,7 @@ class Accountant:
                 part = self._parts[u][decisions] = _work_out(self._problem, self._units[u], decisions)
             parts.append(part)
         always = _device_always(plan, parts)
-        device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(parts))
+        device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan.units, parts))
         host, nvme = sum(part.host for part in parts), [size for part in parts for size in part.nvme]
         if nvme:
             host += _nvme_staging(self._problem, plan)
@@ -134,7 +137,7 @@ class Accountant:
         """Return whether a plan fits in every tier."""
         return not find_shortage(self._problem, self.account(plan))
 
-    def _list_positions(self, parts: "list[_Part]") -> Iterator[tuple[str, int]]:
+    def _list_positions(self, plans: Sequence[UnitPlan], parts: "list[_Part]") -> Iterator[tuple[str, int]]:
         problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
         waiting = sum(part.waiting for part in parts if not part.settled)
@@ -156,13 +159,18 @@ class Accountant:
         own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
         yield "head", kept + own + edge + tied + offload
 
-        for i in range(len(blocks) - 1, -1, -1):
+        for i, is_again in backward_visits(plans[1:-1]):
             part, unit = blocks[i], self._units[i + 1]
+            if is_again:
+                kept += inputs[i + 2]
+                own = num * align(unit.boundary_bytes) + part.workspace  # as many cotangents
+                yield f"forward again {unit.name}", waiting + kept + own + ring + edge + tied
+                continue
             waiting += part.waiting
             cotangent = max(align(unit.boundary_bytes), align(self._units[i + 2].boundary_bytes))
             own = num * cotangent + align(unit.boundary_bytes) + part.workspace
             yield self._backward_at[i], waiting + kept + own + sums[i + 1] + ring + edge + tied
-            kept -= part.kept
+            kept -= part.kept or (inputs[i + 1] if plans[i + 1].boundary == NONE else 0)
 
         own = inputs[1] + problem.embed.points[0].workspace_bytes + parts[0].waiting
         yield "embed backward", waiting + own + ring + edge + sums[0]

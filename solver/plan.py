@@ -31,7 +31,7 @@ PLACES = {
     "update": (CPU, DEVICE),
     "grads": (DEVICE, HOST),
     "residuals": (NONE, DEVICE, HOST, NVME),
-    "boundary": (DEVICE, HOST, NVME),
+    "boundary": (DEVICE, HOST, NVME, NONE),
 }
 
 
@@ -139,11 +139,28 @@ class Plan:
         check_number(self.prefetch_depth, "plan.prefetch_depth", low=2, high=64, integer=True)
         for unit, decisions in zip(problem.units, self.units, strict=True):
             _validate_unit(unit, decisions, problem)
+        lost = self.find_lost_boundary()
+        if lost is not None:
+            raise _unit_error(problem.blocks[lost[0]], self.blocks[lost[0]], "boundary", lost[1])
         for u, unit, decisions in ((0, problem.embed, self.embed), (-1, problem.head, self.head)):
             places = list_weight_places(problem, u)
             for name, allowed in (("weights", places), ("residual_point", (0,)), ("boundary", (DEVICE,))):
                 if getattr(decisions, name) not in allowed:
                     raise _unit_error(unit, decisions, name, f"must be {' or '.join(map(str, allowed))} for this end")
+
+    def find_lost_boundary(self) -> tuple[int, str] | None:
+        """Return (block, reason) of the first boundary that is not kept and can't be computed again, or None."""
+        start = 0
+        for i, block in enumerate(self.blocks):
+            if block.boundary != NONE:
+                start = i
+            elif i == 0:
+                return i, "must be kept for the first block"
+            elif block.residual_point != 0:
+                return i, "must be kept where residuals are"
+            elif self.blocks[start].boundary != DEVICE:
+                return i, f"can be none only if that of block {start}, the last kept one before, is on the device"
+        return None
 
     def with_prediction(self, predicted: Predicted, **statistics: Any) -> "Plan":
         """Return the same decisions with another prediction and further statistics."""

@@ -19,6 +19,7 @@ from lazytrain.solver.memory import account
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, Predicted
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.rates import dram_ms, sync_ms
+from lazytrain.solver.visits import backward_visits
 
 MAX_STEPS = 60
 SETTLED = 1e-9
@@ -113,12 +114,12 @@ class _Step:
         slots = [machine.slots.get(u) for u in order]
         buffers = [machine.buffers.get(u) for u in order]
         self._needs = [max(pair) for pair in zip(_last_users(slots), _last_users(buffers), strict=True)]
-        self._backward_order = list(range(self._last - 1, 0, -1))
+        self._visits = [(i + 1, is_again) for i, is_again in backward_visits(self._plans[1:-1])]
         self._moves = [self._list_moves(u) for u in order]
-        offloads = [u for u in self._backward_order if self._moves[u]]
+        offloads = [u for u, is_again in self._visits if self._moves[u] and not is_again]
         self._turns = {u: turn for turn, u in enumerate(offloads)}
-        slots = [machine.slots.get(u) for u in self._backward_order]
-        turns = [self._turns[u] % 2 if u in self._turns else None for u in self._backward_order]
+        slots = [machine.slots.get(u) for u, _ in self._visits]
+        turns = [self._turns[u] % 2 if u in self._turns and not is_again else None for u, is_again in self._visits]
         self._backward_needs = [max(pair) for pair in zip(_last_users(slots), _last_users(turns), strict=True)]
         self._early = self._list_early()
         self._tickets: dict[int, float] = {}  # of units that are loaded early: when they are there
@@ -182,10 +183,18 @@ class _Step:
     def _backward(self, packs: dict[int, list[Pack]], offloads: list[float]) -> None:
         machine, num = self._machine, self._problem.num_microbatches
         start, launched = machine.main, list[float]()
-        for position, u in enumerate(self._backward_order):
+        for position, (u, is_again) in enumerate(self._visits):
             needs = self._backward_needs[position]
             machine.loader = max(machine.loader, launched[needs] if needs >= 0 else start)
-            after = [machine.bring(u, pending=False), *offloads]
+            after = [machine.bring(u, pending=False)]
+            if is_again:
+                machine.main = max(machine.main, machine.loader)
+                ms = num * self._units[u].points[0].forward_ms
+                done = machine.span(COMPUTE, "forward again", u, ms, after, machine.main)
+                launched.append(machine.main)
+                machine.used(u, done)
+                continue
+            after += offloads
             offloads = []
             turn = self._turns.get(u)
             if turn is not None:

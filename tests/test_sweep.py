@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, make_train_step
+from lazytrain.errors import PlanError
 from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.trainer import param_getter
 
@@ -179,3 +180,27 @@ def test_nothing_is_recorded_between_steps() -> None:
         state, metrics = step(state, make_batch(i, rows=ROWS))
     assert metrics.last_account is not None
     assert sum(metrics.last_account[1:]) == pytest.approx(metrics.last_account.step_ms)
+
+
+def test_boundaries_computed_again_cost_a_forward_and_their_weights_loads(tmp_path: Path) -> None:
+    again = make_plan(default=ON_CPU, change=lambda i, unit: replace(unit, boundary="none" if i else "device"))
+    flops = count_flops(make_plan(default=ON_CPU), tmp_path)
+    assert count_flops(again, tmp_path) == flops + (NUM_BLOCKS - 1) * 2 * FORWARD_MATMUL_FLOPS
+    moved, layout = count_bytes(again, tmp_path)
+    # Forward 0 1 2 3; again 0 1 2, then backward 3 2 1 0, where 2 is still in the ring.
+    assert moved["h2d"] == (NUM_BLOCKS + 6) * layout.weight_bytes
+    assert moved["d2h"] == NUM_BLOCKS * layout.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({0: {"boundary": "none"}}, "block 0 .* first block"),
+        ({2: {"boundary": "none", **keep(1, "device")}}, "block 2 .* residuals"),
+        ({1: {"boundary": "host"}, 3: {"boundary": "none"}, 2: {"boundary": "none"}}, "block 2 .* block 1, .* device"),
+    ],
+)
+def test_a_boundary_that_is_lost_is_refused(changes: dict[int, dict[str, object]], reason: str) -> None:
+    plan = make_plan(change=lambda i, unit: replace(unit, **changes.get(i, {})))
+    with pytest.raises(PlanError, match=reason):
+        make_train_step(make_model(NUM_BLOCKS), adamw8bit(1e-3), plan, device="cpu")

@@ -55,6 +55,20 @@ PLANS: dict[str, Plan] = {
     "streamed, updated on cpu": make_plan(default=ON_CPU, ends=STATES_ON_CPU),
     "streamed, grads kept": make_plan(default=replace(STREAMED, grads="device")),
     "streamed, boundaries offloaded": make_plan(default=replace(STREAMED, boundary="host")),
+    "streamed, boundaries computed again": make_plan(
+        change=lambda i, unit: replace(unit, boundary="none" if i % 4 else "device")
+    ),
+    "updated on cpu, boundaries computed again, ring of 3": make_plan(
+        default=ON_CPU, depth=3, change=lambda i, unit: (unit, replace(unit, boundary="none"))[i % 2]
+    ),
+    "residuals offloaded before a boundary that is computed again": make_plan(
+        change=lambda i, unit: (
+            replace(unit, **keep(99, "host")),
+            replace(unit, boundary="none"),
+            replace(unit, boundary="host"),
+            replace(unit, **keep(1, "device")),
+        )[i % 4]
+    ),
     "streamed, residuals kept": make_plan(default=replace(STREAMED, **keep(1, "device"))),
     "streamed, residuals offloaded": make_plan(default=replace(STREAMED, **keep(99, "host"), boundary="host")),
     "all on nvme": make_plan(default=replace(ON_NVME, **keep(99, "nvme"))),

@@ -1,0 +1,64 @@
+"""Boundaries that are computed again: the order of the backward sweep, its time, its copies and its memory."""
+
+from dataclasses import replace
+
+import pytest
+from test_solver_edges import ON_CPU, RESIDENT, STREAMED_ON_CPU, make_problem
+
+from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.memory import account, align, boundary_bytes
+from lazytrain.solver.plan import Plan, UnitPlan, make_plan
+from lazytrain.solver.simulator import simulate
+from lazytrain.solver.visits import backward_visits
+
+AGAIN = replace(STREAMED_ON_CPU, boundary="none")
+
+
+def plans(blocks: list[UnitPlan]) -> tuple[object, Plan]:
+    problem = make_problem(3, num_blocks=len(blocks))
+    return problem, make_plan(problem, [ON_CPU, *blocks, ON_CPU], 2)
+
+
+def test_each_run_of_lost_boundaries_goes_forward_then_backward() -> None:
+    kept = STREAMED_ON_CPU
+    assert backward_visits([kept] * 3) == [(2, False), (1, False), (0, False)]
+    visits = backward_visits([kept, AGAIN, kept, AGAIN, AGAIN])
+    assert visits == [(2, True), (3, True), (4, False), (3, False), (2, False), (0, True), (1, False), (0, False)]
+
+
+def test_the_simulator_plays_what_the_executor_does() -> None:
+    """The executor's counts of the same plan: test_sweep.py."""
+    problem, again = plans([STREAMED_ON_CPU, AGAIN, AGAIN, AGAIN])
+    _, kept = plans([STREAMED_ON_CPU] * 4)
+    played, plain = simulate(problem, again), simulate(problem, kept)
+    num, blocks = problem.num_microbatches, problem.blocks
+    extra_ms = sum(num * unit.points[0].forward_ms for unit in blocks[:3])
+    assert played.busy_ms["compute"] - plain.busy_ms["compute"] == pytest.approx(extra_ms)
+    loads = sum(blocks[i].weight_bytes for i in (0, 1, 2, 3, 0, 1, 2, 3, 1, 0))
+    assert played.moved_bytes["h2d"] == problem.embed.weight_bytes + loads + problem.head.weight_bytes
+
+
+def test_memory_counts_regained_boundaries_while_they_live() -> None:
+    problem, again = plans([RESIDENT, *[replace(RESIDENT, boundary="none")] * 3])
+    _, kept = plans([RESIDENT] * 4)
+    lean, full = dict(account(problem, again).device), dict(account(problem, kept).device)
+    size = [align(boundary_bytes(problem, unit)) for unit in problem.blocks]
+    assert full["head"] - lean["head"] == sum(size[1:])
+    for i in range(4):
+        name = problem.blocks[i].name
+        assert lean[f"backward {name}"] == full[f"backward {name}"]
+        assert f"forward again {name}" in lean or i == 3
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [
+        ([AGAIN, AGAIN, AGAIN], "first block"),
+        ([replace(STREAMED_ON_CPU, boundary="host"), AGAIN, STREAMED_ON_CPU], "on the device"),
+        ([STREAMED_ON_CPU, replace(AGAIN, residual_point=1, residuals="device"), AGAIN], "residuals"),
+    ],
+)
+def test_plans_that_lose_a_boundary_are_refused(blocks: list[UnitPlan], reason: str) -> None:
+    problem, plan = plans(blocks)
+    with pytest.raises(PlannerError, match=reason):
+        plan.validate(problem)
