@@ -11,6 +11,8 @@ from toys import make_batch, make_model, make_params
 from lazytrain import adamw8bit, make_train_step
 from lazytrain.base import Model
 from lazytrain.configuration import parse_config
+from lazytrain.determinism import deterministic
+from lazytrain.programs import make_programs
 from lazytrain.solver.plan import Plan
 from lazytrain.trainer import read_params
 from lazytrain.transformer import random_params, transformer_model
@@ -49,3 +51,39 @@ def test_a_transformer_trains_with_the_same_bits_under_every_plan(name: str, tmp
     params = dict(random_params(model, 0, torch.float32))
     expected = train(model, params, PLANS["resident"], torch.bfloat16, tmp_path, rows=16)
     assert_same(train(model, params, PLANS[name], torch.bfloat16, tmp_path, rows=16), expected)
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((value.double() - truth.double()).norm() / truth.double().norm())
+
+
+def test_compiled_points_are_as_near_to_fp32_as_eager_blocks() -> None:
+    """Points round differently: none may lose more than eager bf16 does."""
+    wide = WIDE | {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "num_attention_heads": 8}
+    model = transformer_model(parse_config(wide))
+    unit, device = model.blocks[0], torch.device("cuda")
+    full = dict(random_params(model, 0, torch.bfloat16))
+    params = {name: full[spec.full_name].to(device) for name, spec in unit.params.items()}
+    generator = torch.Generator(device).manual_seed(0)
+    x, dy = (torch.randn(4, 512, 1024, device=device, generator=generator).bfloat16() for _ in range(2))
+    batch = {"tokens_bt": torch.zeros(4, 512, dtype=torch.int64, device=device)}
+
+    def grads(dtype: torch.dtype, *, compile: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        own = {name: value.to(dtype) for name, value in params.items()}
+        layout = adamw8bit(1e-3).settings.layout(unit.params, dtype)
+        ctx = model.context(batch, dtype)
+        programs = make_programs(unit.fn, own, x.to(dtype), ctx, flatten=layout.flatten, compile=compile)
+        found = []
+        for point in programs.points:
+            _, kept = programs.forward_keep(point.index, own, x.to(dtype), ctx)
+            found.append(programs.backward(point.index, own, x.to(dtype), ctx, list(kept), dy.to(dtype)))
+        return found
+
+    with torch.no_grad(), deterministic(device):
+        truth = grads(torch.float32, compile=False)[0]
+        eager = grads(torch.bfloat16, compile=False)[0]
+        compiled = grads(torch.bfloat16, compile=True)
+    assert len(compiled) > 2
+    for point in compiled:
+        for value, plain, true in zip(point, eager, truth):
+            assert relative_error(value, true) <= 1.02 * relative_error(plain, true)
