@@ -52,11 +52,7 @@ class AdamWSettings:
         return AdamWHyper(lr, beta1, beta2, self.eps, self.weight_decay, step=t)
 
     def clip(self, squares: Tensor) -> Clip:
-        """Return the global norm and min(1, max_grad_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales.
-
-        Args:
-            squares: each unit's sum of squares, fp64, on any device: where changes no bit.
-        """
+        """Return the norm that the units' sums of squares (fp64) make, and its coefficient; same bits on any device."""
         return clip_of_squares(squares, math.inf if self.max_grad_norm is None else self.max_grad_norm)
 
 

@@ -5,8 +5,9 @@
 
 profile -> for every plan: solve or take it, place, warm up, measure -> what each step's time went to, beside predicted
 
-A plan is `solved`, `cpu-update` or `device-update` (solved with all updates forced there), the name of a heuristic that
-the planner lists, or a plan.json. Model TFLOP/s are 6 x parameters x tokens/s, tied parameters counted once.
+A plan is `solved`, `cpu-update` or `device-update` (solved with all updates forced there), `fixed-interval-N` (see
+solver/fixed_interval.py), the name of a heuristic that the planner lists, or a plan.json. Model TFLOP/s are 6 x
+parameters x tokens/s, tied parameters counted once.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,19 @@ from lazytrain.configuration import ModelConfig
 from lazytrain.errors import LazyTrainError
 from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
-from lazytrain.planning import Planned, default_limits, default_microbatches, solve_problem
+from lazytrain.planning import Planned, default_limits, default_microbatches
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
+from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.options import parse_size
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.recipes.traces import write_trace
 from lazytrain.slabs import resident_host_bytes
-from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS
-from lazytrain.solver.plan import Plan
-from lazytrain.solver.planning import Result
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
@@ -121,7 +120,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     (options.out / "problem.json").write_text(json.dumps(problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in () if options.profile_only else options.plans.split(","):
-        chosen = _choose(name, problem)
+        chosen = choose_plan(name, problem)
         if chosen is None:
             say(f"{name}: {explain_infeasible(problem) if name == 'solved' else 'does not fit, left out'}")
             continue
@@ -267,27 +266,6 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
         predicted_ms=result.predicted_ms,
         measured_ms=result.step_ms,
     )
-
-
-def _choose(name: str, problem: Problem) -> Planned | None:
-    """Return the plan of that name for the profiled problem; None where it does not fit."""
-    if name == "solved":
-        return solve_problem(problem, problem.without_cpu_updates())
-    if name == "cpu-update":
-        return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
-    if name == "device-update":
-        forced = problem.without_cpu_updates()
-        return solve_problem(forced or replace(problem, allow_cpu_update=False, allow_device_update=True))
-    if name.endswith(".json"):
-        plan = Plan.load(name)
-        plan.validate(problem)
-    else:
-        found = {baseline.name: baseline.plan for baseline in list_baselines(problem)}
-        if name not in found:
-            return None
-        plan = found[name]
-    plan = plan.with_prediction(simulate(problem, plan).predicted)
-    return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"{name}, as given", statistics={}))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -6,6 +6,7 @@ import pytest
 from test_solver_edges import ON_CPU, RESIDENT, STREAMED_ON_CPU, make_problem
 
 from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.memory import account, align, boundary_bytes
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
 from lazytrain.solver.simulator import simulate
@@ -62,3 +63,15 @@ def test_plans_that_lose_a_boundary_are_refused(blocks: list[UnitPlan], reason: 
     problem, plan = plans(blocks)
     with pytest.raises(PlannerError, match=reason):
         plan.validate(problem)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_the_fixed_heuristic_keeps_every_nth_boundary_and_nothing_else(interval: int) -> None:
+    problem = make_problem(5, num_blocks=6)
+    plan = make_fixed_interval_plan(problem, interval)
+    assert plan is not None
+    plan.validate(problem)
+    assert [i for i, block in enumerate(plan.blocks) if block.boundary != "none"] == list(range(0, 6, interval))
+    assert all(block.is_streamed and block.residual_point == 0 for block in plan.blocks)
+    tiny = replace(problem, hardware=replace(problem.hardware, device_memory_bytes=1))
+    assert make_fixed_interval_plan(tiny, interval) is None

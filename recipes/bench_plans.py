@@ -1,0 +1,47 @@
+"""The plans that the bench knows by name."""
+
+from dataclasses import replace
+
+from lazytrain.planning import Planned, solve_problem
+from lazytrain.solver.baselines import list_baselines
+from lazytrain.solver.fixed_interval import make_fixed_interval_plan
+from lazytrain.solver.plan import Plan
+from lazytrain.solver.planning import Result
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.simulator import simulate, simulate_step_ms
+
+FIXED_INTERVAL = "fixed-interval-"
+
+
+def choose_plan(name: str, problem: Problem) -> Planned | None:
+    """Return the plan of that name for the profiled problem; None where it does not fit."""
+    if name == "solved":
+        return solve_problem(problem, problem.without_cpu_updates())
+    if name == "cpu-update":
+        return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
+    if name == "device-update":
+        forced = problem.without_cpu_updates()
+        return solve_problem(forced or replace(problem, allow_cpu_update=False, allow_device_update=True))
+    plans = [Plan.load(name)] if name.endswith(".json") else _list_plans(name, problem)
+    found = [_predict(problem, plan, name) for plan in plans]
+    return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
+
+
+def _list_plans(name: str, problem: Problem) -> list[Plan]:
+    """Return the heuristic's best plan, and its best without updates on the CPU, where copies are faster."""
+    found = []
+    for variant in (problem, problem.without_cpu_updates()):
+        if variant is not None and name.startswith(FIXED_INTERVAL) and name.removeprefix(FIXED_INTERVAL).isdecimal():
+            found.append(make_fixed_interval_plan(variant, max(1, int(name.removeprefix(FIXED_INTERVAL)))))
+        elif variant is not None:
+            found.append(next((baseline.plan for baseline in list_baselines(variant) if baseline.name == name), None))
+    return [plan for plan in found if plan is not None]
+
+
+def _predict(problem: Problem, plan: Plan, name: str) -> Planned:
+    """Return the plan with its prediction for this problem, or for the one whose copies the CPU leaves alone."""
+    quiet = problem.without_cpu_updates()
+    suited = problem if quiet is None or any(unit.update == "cpu" for unit in plan.units) else quiet
+    plan.validate(suited)
+    plan = plan.with_prediction(simulate(suited, plan).predicted)
+    return Planned(plan, suited, Result(plan=plan, code="feasible", message=f"{name}, as given", statistics={}))

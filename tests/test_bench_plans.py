@@ -1,0 +1,52 @@
+"""The plans that the bench knows by name, each predicted with the rates that it will have."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_problem
+
+from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.plan import make_plan
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.simulator import simulate
+
+
+@pytest.fixture
+def problem() -> Problem:
+    """A machine whose copies are twice as fast while the CPU updates nothing."""
+    plain = make_problem(3, num_blocks=5)
+    return replace(plain, hardware=replace(plain.hardware, quiet_link_gbs=2 * plain.hardware.h2d_gbs))
+
+
+def test_a_plan_without_updates_on_the_cpu_has_the_faster_copies(problem: Problem, tmp_path: Path) -> None:
+    for update, quiet in ((STREAMED, True), (STREAMED_ON_CPU, False)):
+        edge = RESIDENT if quiet else ON_CPU
+        make_plan(problem, [edge, *[update] * 5, edge], 2).save(tmp_path / "plan.json")
+        chosen = choose_plan(str(tmp_path / "plan.json"), problem)
+        assert chosen is not None
+        assert chosen.problem.hardware.h2d_gbs == problem.hardware.h2d_gbs * (2 if quiet else 1)
+        assert chosen.plan.predicted == simulate(chosen.problem, chosen.plan).predicted
+
+
+@pytest.mark.parametrize(("name", "where"), [("cpu-update", "cpu"), ("device-update", "device")])
+def test_updates_are_forced_to_one_place(name: str, where: str, problem: Problem) -> None:
+    chosen = choose_plan(name, problem)
+    assert chosen is not None
+    assert {unit.update for unit in chosen.plan.blocks} == {where}
+
+
+def test_heuristics_are_known_by_name(problem: Problem) -> None:
+    for name in ("recompute_all", "fixed-interval-2"):
+        chosen = choose_plan(name, problem)
+        assert chosen is not None
+        chosen.plan.validate(chosen.problem)
+    assert choose_plan("fixed-interval-", problem) is None
+    assert choose_plan("unheard of", problem) is None
+
+
+def test_a_plan_for_another_model_is_refused(problem: Problem, tmp_path: Path) -> None:
+    make_plan(problem, [RESIDENT] * 4, 2).save(tmp_path / "plan.json")
+    with pytest.raises(PlannerError, match="plan anew"):
+        choose_plan(str(tmp_path / "plan.json"), problem)
