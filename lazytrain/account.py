@@ -14,7 +14,13 @@ from lazytrain.lanes import COMPUTE, CPU, D2H, H2D, NVME_READ, NVME_WRITE
 
 # Who is to blame for a gap, in this order.
 BLAMED = ((NVME_READ, "nvme_ms"), (CPU, "cpu_update_ms"), (H2D, "h2d_ms"), (NVME_WRITE, "nvme_ms"), (D2H, "d2h_ms"))
-COMPUTED = {"forward": "forward_ms", "backward": "backward_ms", "head": "head_ms", "update": "device_update_ms"}
+COMPUTED = {
+    "forward": "forward_ms",
+    "forward again": "backward_ms",
+    "backward": "backward_ms",
+    "head": "head_ms",
+    "update": "device_update_ms",
+}
 COMPUTE_PARTS = ("forward", "backward", "head", "device_update", "other")
 COMPUTE_BOUND = 0.9
 

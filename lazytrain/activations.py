@@ -1,7 +1,8 @@
 """What forward leaves for backward: boundary activations and residuals, kept, offloaded or spilled.
 
-Offload: the d2h copy reads the live tensors; they are held until it ended (two blocks later at most). Fetch: into one
-of two device buffers. Tensors keep their strides, so that backward computes the same bits wherever they were.
+Offload: the d2h copy reads the live tensors; they are held until it ended. Fetch: into one of two device buffers. Both
+move one microbatch's at a time, so that what is on its way takes little of the device's memory. Tensors keep their
+strides, so that backward computes the same bits wherever they were.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class Packed(NamedTuple):
     parcels: list[Parcel]
     num_bytes: int
     key: str
+    offset_bytes: int  # in the host's slab of that key
     place: str
     ticket: Ticket
     write: Future[Any] | None
@@ -56,29 +58,52 @@ class Activations:
     def __init__(self, homes: Homes, lanes: Lanes, writer: Worker) -> None:
         self._homes, self._lanes, self._writer = homes, lanes, writer
         self._host: dict[str, Tensor] = {}
+        self._stride: dict[str, int] = {}
         self._fetch_buffers: list[Tensor] = []
         self._staging_write: dict[str, Future[Any]] = {}
         self._turn = 0
         self._reserved: Ticket | None = None
         self._fetched: dict[int, Ticket] = {}  # by turn of the fetch buffers: their last copy in
 
-    def offload(self, key: str, tensors: Sequence[Tensor], place: str, unit: str, after: Ticket) -> Packed:
-        """Copy tensors to host RAM or NVMe once `after` is due. The caller holds them until the result's ticket is."""
+    def offload(
+        self,
+        key: str,
+        tensors: Sequence[Tensor],
+        place: str,
+        unit: str,
+        after: Ticket,
+        *,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> Packed:
+        """Copy tensors to host RAM or NVMe once `after` is due. The caller holds them until the result's ticket is.
+
+        Args:
+            part, num_parts: the parts of one key come in order, and none is larger than the first.
+        """
         parcels, num_bytes = _pack(tensors)
-        staging = key
+        if part == 0:
+            self._stride[key] = round_up(num_bytes, ALIGN_BYTES)
+        offset = 0
         if place == "nvme":
+            key = f"{key}.{part}"
             staging = f"spill staging {self._turn}"
             self._turn ^= 1
-        slab = self._host_slab(staging, num_bytes)
+            slab = self._host_slab(staging, num_bytes)[:num_bytes]
+        else:
+            staging, stride = key, self._stride[key]
+            assert num_bytes <= stride, f"part {part} of {key} is larger than the first"
+            offset = part * stride
+            slab = self._host_slab(key, num_parts * stride)[offset : offset + num_bytes]
         with self._lanes.span(D2H, "offload", unit, [after]) as ticket:
             for parcel, tensor in zip(parcels, tensors):
                 if parcel.kept is None:
                     self._lanes.copy_into(parcel.view(slab), tensor, D2H)
         write = None
         if place == "nvme":
-            write = self._writer.submit(self._spill, key, slab[:num_bytes], unit, ticket)
+            write = self._writer.submit(self._spill, key, slab, unit, ticket)
             self._staging_write[staging] = write
-        return Packed(parcels, num_bytes, key, place, ticket, write)
+        return Packed(parcels, num_bytes, key, offset, place, ticket, write)
 
     def fetch(
         self, packs: Sequence[Packed], turn: int, unit: str, free: Ticket | None
@@ -128,7 +153,7 @@ class Activations:
     def _source(self, pack: Packed, turn: int, index: int) -> Tensor:
         """Return the host's copy of a pack; what was spilled is read to one of the pinned buffers of this turn."""
         if pack.place != "nvme":
-            return self._host[pack.key]
+            return self._host[pack.key][pack.offset_bytes : pack.offset_bytes + pack.num_bytes]
         copied = self._fetched.get(turn % NUM_FETCH_BUFFERS)
         if copied is not None:
             copied.synchronize()  # the last copy out of these buffers

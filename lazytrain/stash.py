@@ -4,7 +4,7 @@ Shape letters: b batch, t time, d model width.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,22 +16,28 @@ from lazytrain.programs import BlockPrograms
 
 NUM_OFFLOADS_IN_FLIGHT = 2
 
-Fetched = Mapping[str, list[Tensor]]
+Fetched = Mapping[str, Sequence[Tensor]]
+
+
+class Piece(NamedTuple):
+    """One microbatch's pass through one block."""
+
+    block: int
+    microbatch: int
 
 
 class Stash:
-    """One step's boundaries and residuals by block number (see the head of this file).
+    """One step's boundaries and residuals, by block and microbatch (see the head of this file).
 
     `programs` holds each block's programs, one a microbatch.
     """
 
-    def __init__(self, activations: Activations) -> None:
+    def __init__(self, activations: Activations, num_microbatches: int) -> None:
         self.programs: dict[int, list[BlockPrograms]] = {}
-        self._activations = activations
-        self._boundaries: dict[int, list[Tensor]] = {}
-        self._residuals: dict[int, list[tuple[Tensor, ...]]] = {}
-        self._packs: dict[int, list[tuple[str, Packed]]] = {}
-        self._num_residuals: dict[int, list[int]] = {}
+        self._activations, self._num_microbatches = activations, num_microbatches
+        self._boundaries: dict[Piece, Tensor] = {}
+        self._residuals: dict[Piece, tuple[Tensor, ...]] = {}
+        self._packs: dict[Piece, dict[str, Packed]] = {}
         # Offloads that may still read their tensors, which are held here until the compute queue has waited for them.
         self._in_flight: list[tuple[Ticket, Any]] = []
 
@@ -45,54 +51,59 @@ class Stash:
         self._in_flight.clear()
         return tickets
 
-    def put(self, i: int, home: UnitHome, xs: list[Tensor], residuals: list[tuple[Tensor, ...]], done: Ticket) -> None:
-        """Keep or send away, once `done` is due, what block `i` needs: its inputs x_btd and its residuals."""
-        packs: list[tuple[str, Packed]] = []
-        name, plan = home.unit.name, home.plan
+    def put(self, piece: Piece, home: UnitHome, x_btd: Tensor, residuals: tuple[Tensor, ...], done: Ticket) -> None:
+        """Keep or send away, once `done` is due, what a block needs for one microbatch: its input and residuals."""
+        plan, leaving = home.plan, dict[str, tuple[Tensor, ...]]()
         if plan.boundary == "device":
-            self._boundaries[i] = xs
+            self._boundaries[piece] = x_btd
         elif plan.boundary != "none":
-            packs.append(("boundary", self._activations.offload(f"{i}.boundary", xs, plan.boundary, name, done)))
-        flat = [tensor for kept in residuals for tensor in kept]
-        if plan.residuals in ("host", "nvme") and flat:
-            self._num_residuals[i] = [len(kept) for kept in residuals]
-            packs.append(("residuals", self._activations.offload(f"{i}.residuals", flat, plan.residuals, name, done)))
+            leaving["boundary"] = (x_btd,)
+        if plan.residuals in ("host", "nvme") and residuals:
+            leaving["residuals"] = residuals
         else:
-            self._residuals[i] = residuals
-        if packs:
-            self._packs[i] = packs
-            self._in_flight.append((packs[-1][1].ticket, (xs, flat)))
+            self._residuals[piece] = residuals
+        if leaving:
+            self._packs[piece] = {
+                what: self._activations.offload(
+                    f"{piece.block}.{what}",
+                    tensors,
+                    getattr(plan, what),
+                    home.unit.name,
+                    done,
+                    part=piece.microbatch,
+                    num_parts=self._num_microbatches,
+                )
+                for what, tensors in leaving.items()
+            }
+            *_, last = self._packs[piece].values()
+            self._in_flight.append((last.ticket, leaving))
 
-    def put_boundary(self, i: int, xs: list[Tensor]) -> None:
-        """Keep inputs of block `i` that were computed again."""
-        self._boundaries[i] = xs
+    def put_boundary(self, piece: Piece, x_btd: Tensor) -> None:
+        """Keep an input that was computed again."""
+        self._boundaries[piece] = x_btd
 
-    def boundary(self, i: int) -> list[Tensor]:
-        """Return block `i`'s inputs, which stay kept."""
-        return list(self._boundaries[i])
+    def boundary(self, piece: Piece) -> Tensor:
+        """Return an input, which stays kept."""
+        return self._boundaries[piece]
 
-    def fetch_turns(self, order: Sequence[int]) -> dict[int, int]:
-        """Make room for the largest fetch; return block -> number in the order in which packs come back."""
-        sizes = [sum(round_up(pack.num_bytes, ALIGN_BYTES) for _, pack in packs) for packs in self._packs.values()]
+    def fetch_turns(self, order: Sequence[Piece]) -> dict[Piece, int]:
+        """Make room for the largest fetch; return piece -> number in the order in which packs come back."""
+        sizes = [
+            sum(round_up(pack.num_bytes, ALIGN_BYTES) for pack in packs.values()) for packs in self._packs.values()
+        ]
         self._activations.reserve(max(sizes, default=0))
-        return {i: turn for turn, i in enumerate(i for i in order if i in self._packs)}
+        return {piece: turn for turn, piece in enumerate(p for p in order if p in self._packs)}
 
-    def fetch(self, i: int, turn: int, name: str, free: Ticket | None) -> tuple[Fetched, Ticket]:
-        """Bring back what block `i` sent away, into a buffer that is free once `free` is due."""
-        named = self._packs.pop(i)
-        tensors, ticket = self._activations.fetch([pack for _, pack in named], turn, name, free)
-        return {name: kept for (name, _), kept in zip(named, tensors)}, ticket
+    def fetch(self, piece: Piece, turn: int, name: str, free: Ticket | None) -> tuple[Fetched, Ticket]:
+        """Bring back what was sent away, into a buffer that is free once `free` is due."""
+        packs = self._packs.pop(piece)
+        tensors, ticket = self._activations.fetch([*packs.values()], turn, name, free)
+        return dict(zip(packs, tensors)), ticket
 
-    def take(self, i: int, fetched: Fetched) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        """Return block `i`'s inputs and residuals, one entry a microbatch; they are no longer kept."""
-        boundaries = fetched["boundary"] if "boundary" in fetched else self._boundaries.pop(i)
-        if "residuals" not in fetched:
-            return boundaries, self._residuals.pop(i)
-        residuals, rest = [], fetched["residuals"]
-        for count in self._num_residuals.pop(i):
-            residuals.append(tuple(rest[:count]))
-            rest = rest[count:]
-        return boundaries, residuals
+    def take(self, piece: Piece, fetched: Fetched) -> tuple[Tensor, list[Tensor]]:
+        """Return a block's input and residuals for one microbatch; they are no longer kept."""
+        x_btd = fetched["boundary"][0] if "boundary" in fetched else self._boundaries.pop(piece)
+        return x_btd, list(fetched["residuals"] if "residuals" in fetched else self._residuals.pop(piece))
 
 
 def buffer_of_turn(turn: int | None) -> int | None:

@@ -7,6 +7,8 @@ Nothing here waits for the device; the host runs ahead, held back only by the bu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +23,16 @@ from lazytrain.lanes import COMPUTE, Lanes, Ticket, Worker
 from lazytrain.prefetch import Job, Prefetch, last_user
 from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.solver.visits import backward_visits
-from lazytrain.stash import Fetched, Stash, buffer_of_turn
+from lazytrain.stash import Fetched, Piece, Stash, buffer_of_turn
 from lazytrain.updates import PendingUpdate
+
+
+class Visit(NamedTuple):
+    """A stop of the backward sweep at a block; `is_again`: only its forward, for all microbatches."""
+
+    piece: Piece
+    is_again: bool
+    is_last: bool
 
 
 @dataclass(kw_only=True)
@@ -58,7 +68,7 @@ class Sweep:
         homes = self.homes.units
         prefetch = ahead or self._prefetch_forward(pending)
         prefetch.release()
-        stash, xs = Stash(self.activations), []
+        stash, xs = Stash(self.activations, len(batches)), []
         for position, home in enumerate(homes):
             arrival = prefetch.take(position)
             if pending is not None and pending.is_due(home):
@@ -109,17 +119,22 @@ class Sweep:
         sink: GradientSink,
     ) -> None:
         """Run all blocks backward and the embed last; every unit's grads end in `sink`."""
-        blocks = self.homes.units[1:-1]
-        visits = backward_visits([home.plan for home in blocks])
+        blocks, num = self.homes.units[1:-1], len(batches)
+        # A block's backward is one visit a microbatch; its repeated forward is one for all.
+        visits = [
+            Visit(Piece(i, c), is_again, is_last=is_again or c == num - 1)
+            for i, is_again in backward_visits([home.plan for home in blocks])
+            for c in range(1 if is_again else num)
+        ]
         prefetch = self._prefetch_backward(visits, stash)
-        for position, (i, is_again) in enumerate(visits):
-            arrival, fetched, fetch_ticket, turn = prefetch.take(position)
-            if is_again:
-                done = self._forward_again(i, arrival, contexts, stash)
+        for position, visit in enumerate(visits):
+            arrival, fetched, ready, turn = prefetch.take(position)
+            if visit.is_again:
+                done = self._forward_again(visit.piece.block, arrival, contexts, stash)
             else:
-                after = [arrival.ticket, fetch_ticket, *sink.room_for(blocks[i]), *stash.take_all()]
-                done = self._backward_block(i, arrival, fetched, after, cotangents, contexts, stash, sink)
-            self.arrivals.used(blocks[i], done)
+                done = self._backward_piece(visit, arrival, fetched, ready, cotangents, contexts, stash, sink)
+            if visit.is_last:
+                self.arrivals.used(arrival.home, done)
             if turn is not None:
                 self._fetch_use[turn % NUM_FETCH_BUFFERS] = done
             prefetch.launched(position)
@@ -143,55 +158,53 @@ class Sweep:
         stash: Stash,
         after: Sequence[Ticket],
     ) -> tuple[list[Tensor], Ticket]:
-        home = arrival.home
-        params = self._params(arrival)
-        outputs, programs = [], []
-        residuals: list[tuple[Tensor, ...]] = []
-        with self.lanes.span(COMPUTE, "forward", home.unit.name, [arrival.ticket, stash.take_oldest(), *after]) as done:
-            for x_btd, ctx in zip(xs, contexts):
+        home, params = arrival.home, self._params(arrival)
+        outputs, programs = [], stash.programs.setdefault(i, [])
+        for c, ctx in enumerate(contexts):
+            x_btd, waits = xs[c], [arrival.ticket, *after] if c == 0 else []
+            xs[c] = None  # type: ignore[call-overload]
+            with self.lanes.span(COMPUTE, "forward", home.unit.name, [stash.take_oldest(), *waits]) as done:
                 program = self.programs.get(home.unit.kind, home.unit.fn, params, x_btd, ctx, layout=home.layout)
                 y_btd, kept = program.forward_keep(self._point(home, program), params, x_btd, ctx)
-                outputs.append(y_btd)
-                residuals.append(kept)
-                programs.append(program)
-        stash.programs[i] = programs
-        stash.put(i, home, xs, residuals, done)
+            outputs.append(y_btd)
+            programs.append(program)
+            stash.put(Piece(i, c), home, x_btd, kept, done)
+            del x_btd, kept
         return outputs, done
 
     def _forward_again(self, i: int, arrival: Arrival, contexts: Sequence[Context], stash: Stash) -> Ticket:
         """Compute the next block's inputs, which were not kept."""
-        params, outputs = self._params(arrival), []
+        params = self._params(arrival)
         with self.lanes.span(COMPUTE, "forward again", arrival.home.unit.name, [arrival.ticket]) as done:
-            for x_btd, ctx, program in zip(stash.boundary(i), contexts, stash.programs[i]):
-                outputs.append(program.forward_keep(0, params, x_btd, ctx)[0])
-        stash.put_boundary(i + 1, outputs)
+            for c, (ctx, program) in enumerate(zip(contexts, stash.programs[i])):
+                y_btd = program.forward_keep(0, params, stash.boundary(Piece(i, c)), ctx)[0]
+                stash.put_boundary(Piece(i + 1, c), y_btd)
         return done
 
-    def _backward_block(
+    def _backward_piece(
         self,
-        i: int,
+        visit: Visit,
         arrival: Arrival,
         fetched: Fetched,
-        after: Sequence[Ticket | None],
+        ready: Sequence[Ticket],
         cotangents: list[Tensor],
         contexts: Sequence[Context],
         stash: Stash,
         sink: GradientSink,
     ) -> Ticket:
-        home, params = arrival.home, self._params(arrival)
+        home, params, (i, c) = arrival.home, self._params(arrival), visit.piece
+        after = [*ready, *sink.room_for(home), *stash.take_all()] if c == 0 else ready
         with self.lanes.span(COMPUTE, "backward", home.unit.name, after) as done:
-            boundaries, residuals = stash.take(i, fetched)
+            x_btd, residuals = stash.take(visit.piece, fetched)
+            program = stash.programs[i][c]
+            # The list is emptied by the program, so that each residual is freed at its last use.
             point = self._point(home, stash.programs[i][0])
-            for c, program in enumerate(stash.programs.pop(i)):
-                x_btd, kept = boundaries[c], list(residuals[c])
-                boundaries[c] = residuals[c] = None  # type: ignore[assignment, call-overload]
-                # The list is emptied by the program, so that each residual is freed at its last use.
-                flat, dx_btd = program.backward(point, params, x_btd, contexts[c], kept, cotangents[c])
-                cotangents[c] = dx_btd
-                sink.add(home, flat)
-                del flat
-            del boundaries, residuals, fetched
-        sink.deliver(home, done)
+            flat, cotangents[c] = program.backward(point, params, x_btd, contexts[c], residuals, cotangents[c])
+            sink.add(home, flat)
+            del flat, x_btd, fetched
+        if visit.is_last:
+            del stash.programs[i]
+            sink.deliver(home, done)
         return done
 
     def load_ahead(self, pending: PendingUpdate) -> Prefetch:
@@ -215,28 +228,33 @@ class Sweep:
         ]
         return Prefetch(jobs, self.loader, held_from=held_from)
 
-    def _prefetch_backward(self, visits: Sequence[tuple[int, bool]], stash: Stash) -> Prefetch:
+    def _prefetch_backward(self, visits: Sequence[Visit], stash: Stash) -> Prefetch:
         blocks = self.homes.units[1:-1]
-        slots = [self.arrivals.slot_of(blocks[i]) for i, _ in visits]
-        turns_of = stash.fetch_turns([i for i, is_again in visits if not is_again])
-        turns = [None if is_again else turns_of.get(i) for i, is_again in visits]
+        turns_of = stash.fetch_turns([visit.piece for visit in visits if not visit.is_again])
+        turns = [None if visit.is_again else turns_of.get(visit.piece) for visit in visits]
         buffers = [buffer_of_turn(turn) for turn in turns]
-        jobs = [
-            Job(
-                lambda i=i, turn=turn: self._bring_back(i, stash, turn),  # type: ignore[misc]
-                max(last_user(slots, position), last_user(buffers, position)),
-            )
-            for position, ((i, _), turn) in enumerate(zip(visits, turns))
-        ]
+        jobs, users = [], dict[int, int]()  # slot -> the position of its last user's last visit
+        for position, (visit, turn) in enumerate(zip(visits, turns)):
+            slot = self.arrivals.slot_of(blocks[visit.piece.block])
+            needs = last_user(buffers, position)
+            if slot is not None and visit.piece.microbatch == 0:
+                needs = max(needs, users.get(slot, -1))
+            if slot is not None:
+                users[slot] = position
+            jobs.append(Job(partial(self._bring_back, visit, stash, turn), needs))
         return Prefetch(jobs, self.loader)
 
-    def _bring_back(self, i: int, stash: Stash, turn: int | None) -> tuple[Arrival, Fetched, Ticket | None, int | None]:
-        home = self.homes.units[1 + i]
+    def _bring_back(
+        self, visit: Visit, stash: Stash, turn: int | None
+    ) -> tuple[Arrival, Fetched, list[Ticket], int | None]:
+        home = self.homes.units[1 + visit.piece.block]
         arrival = self.arrivals.bring(home, None)
+        ready = [arrival.ticket] if visit.piece.microbatch == 0 else []
         if turn is None:
-            return arrival, {}, None, None
+            return arrival, {}, ready, None
         free = self._fetch_use.get(turn % NUM_FETCH_BUFFERS)
-        return arrival, *stash.fetch(i, turn, home.unit.name, free), turn
+        fetched, ticket = stash.fetch(visit.piece, turn, home.unit.name, free)
+        return arrival, fetched, [*ready, ticket], turn
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed
