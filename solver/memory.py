@@ -104,7 +104,7 @@ class Accountant:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._units = problem, problem.units
-        self._parts: list[dict[UnitPlan, _Part]] = [{} for _ in self._units]
+        self._parts: list[dict[UnitPlan, Part]] = [{} for _ in self._units]
         self._inputs = [boundary_bytes(problem, unit) for unit in self._units]
         edges = (0, len(self._units) - 1)
         self._sums = [
@@ -121,7 +121,7 @@ class Accountant:
         for u, decisions in enumerate(plan.units):
             part = self._parts[u].get(decisions)
             if part is None:
-                part = self._parts[u][decisions] = _work_out(self._problem, self._units[u], decisions)
+                part = self._parts[u][decisions] = work_out(self._problem, self._units[u], decisions)
             parts.append(part)
         always = _device_always(plan, parts)
         device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(parts))
@@ -134,7 +134,7 @@ class Accountant:
         """Return whether a plan fits in every tier."""
         return not find_shortage(self._problem, self.account(plan))
 
-    def _list_positions(self, parts: "list[_Part]") -> Iterator[tuple[str, int]]:
+    def _list_positions(self, parts: "list[Part]") -> Iterator[tuple[str, int]]:
         problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
         waiting = sum(part.waiting for part in parts)
@@ -183,7 +183,7 @@ def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
     return {tier: num_bytes for tier, num_bytes in missing.items() if num_bytes > 0}
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What one unit's decisions need, in bytes: in the rings or always, while something waits, far from the device."""
 
     resident: int
@@ -199,12 +199,13 @@ class _Part(NamedTuple):
     nvme: tuple[int, ...]
 
 
-def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
+def work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> Part:
+    """Return what one unit's decisions need."""
     weights, states, grads = align(unit.weight_bytes), align(unit.state_bytes), align(unit.grad_bytes)
     host = weights * (plan.weights == HOST or (plan.weights == DEVICE and plan.update == CPU))
     host += states * (plan.states == HOST) + grads * (plan.grads == HOST)
     nvme = [weights] * (plan.weights == NVME) + [states] * (plan.states == NVME)
-    return _Part(
+    return Part(
         resident=weights * (plan.weights == DEVICE) + states * (plan.states == DEVICE),
         slot=weights if plan.is_streamed and unit.num_params else 0,
         visit=buffer_bytes(unit, plan) if plan.moves_states and unit.num_params else 0,
@@ -219,7 +220,7 @@ def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
     )
 
 
-def _device_always(plan: Plan, parts: list[_Part]) -> int:
+def _device_always(plan: Plan, parts: list[Part]) -> int:
     slots = [part.slot for part in parts[1:-1] if part.slot]
     visits = [part.visit for part in parts if part.visit]
     return (
