@@ -89,7 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill, for example 24GiB")
     parser.add_argument("--host-memory", type=parse_size, help="host memory to fill")
     parser.add_argument("--nvme", type=parse_size, help="NVMe to fill (default: none)")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the solver (default: %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for the solver (default: %(default)s)")
     parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
     parser.add_argument("--plan", type=Path, help="price this plan.json, perhaps edited, instead of solving")
     parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")

@@ -6,21 +6,22 @@ run, where boundaries wait, what the spare device memory holds); the best varian
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, list_keeps, list_lanes, make_unit_plan
+from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.greedy import make_greedy_plan
 from lazytrain.solver.memory import Accountant
 from lazytrain.solver.plan import DEVICE, HOST, Plan, UnitPlan, make_plan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate_step_ms
 
 FIXED_INTERVAL = 4
 NUM_RANDOM = 20
 RANDOM_SEED = 0
-Fits = Callable[[Plan], bool]
+NUM_FILLED = 24  # of the streamed plans, the fastest
 KeepRule = Callable[[int, tuple[Keep, ...]], Keep]  # block_idx, what it may keep -> what it keeps
 
 
@@ -32,7 +33,14 @@ class Baseline(NamedTuple):
     step_ms: float
 
 
-def list_baselines(problem: Problem, *, num_random: int = NUM_RANDOM, with_greedy: bool = True) -> list[Baseline]:
+def list_baselines(
+    problem: Problem,
+    *,
+    num_random: int = NUM_RANDOM,
+    with_greedy: bool = True,
+    evaluator: Evaluator | None = None,
+    deadline: Deadline | None = None,
+) -> list[Baseline]:
     """Return the best plan of every strategy that has one that fits, the fastest first.
 
     Strategies:
@@ -45,15 +53,22 @@ def list_baselines(problem: Problem, *, num_random: int = NUM_RANDOM, with_greed
     Args:
         num_random: size of the random grid.
         with_greedy: the greedy plan takes about as long as all the others.
+        evaluator: of this problem, with what it knows already.
+        deadline: where it is over, strategies but the first are left out.
     """
-    fits = Accountant(problem).fits
-    greedy = make_greedy_plan(problem) if with_greedy else None
-    found = [_best(problem, fits, name, _uniform(problem, keep_of)) for name, keep_of in _list_rules(problem).items()]
-    found += [
-        _best(problem, fits, "fill", _filled(problem, fits)),
-        _best(problem, fits, "random_grid", _random_grid(problem, num_random)),
-        _best(problem, fits, "greedy", iter([greedy] if greedy is not None else [])),
-    ]
+    evaluator, deadline = evaluator or Evaluator(problem), deadline or Deadline(math.inf)
+    found: list[Baseline | None] = []
+    for name, keep_of in _list_rules(problem).items():
+        if not found or not deadline.is_over:
+            found.append(_best(evaluator, name, _uniform(problem, keep_of)))
+    more: dict[str, Callable[[], Iterable[Plan]]] = {
+        "fill": lambda: _filled(evaluator, deadline),
+        "random_grid": lambda: _random_grid(problem, num_random),
+        "greedy": lambda: filter(None, [make_greedy_plan(evaluator, deadline)] if with_greedy else []),
+    }
+    for name, make_plans in more.items():
+        if not deadline.is_over:
+            found.append(_best(evaluator, name, make_plans()))
     return sorted((b for b in found if b is not None), key=lambda b: b.step_ms)
 
 
@@ -75,17 +90,16 @@ def _list_rules(problem: Problem) -> dict[str, KeepRule]:
     }
 
 
-def _best(problem: Problem, fits: Fits, name: str, plans: Iterator[Plan]) -> Baseline | None:
-    best: Baseline | None = None
-    seen = set()
-    for plan in plans:
-        key = plan.prefetch_depth, plan.units
-        if key not in seen and fits(plan):
-            seen.add(key)
-            step_ms = simulate_step_ms(problem, plan)
-            if best is None or step_ms < best.step_ms:
-                best = Baseline(name, plan, step_ms)
-    return best
+def _best(evaluator: Evaluator, name: str, plans: Iterable[Plan]) -> Baseline | None:
+    fitting = _keep_fitting(evaluator, list(plans))
+    prices = evaluator.price([(plan.prefetch_depth, plan.units) for plan in fitting])
+    steps = [price.step_ms for price in prices]
+    return Baseline(name, fitting[steps.index(min(steps))], min(steps)) if steps else None
+
+
+def _keep_fitting(evaluator: Evaluator, plans: Sequence[Plan]) -> list[Plan]:
+    fits = evaluator.fits([(plan.prefetch_depth, plan.units) for plan in plans])
+    return [plan for plan, fit in zip(plans, fits, strict=True) if fit]
 
 
 def _lanes(problem: Problem, u: int) -> tuple[Lane, ...]:
@@ -124,56 +138,57 @@ def _keep_every(interval: int) -> KeepRule:
     return lambda i, keeps: _largest(keeps, DEVICE) if i % interval == 0 else RECOMPUTE
 
 
-def _filled(problem: Problem, fits: Fits) -> Iterator[Plan]:
-    """Yield streamed plans, and the same with the device's spare memory filled: by blocks that stay, by residuals that
-    are kept, by the one and then the other."""
+def _filled(evaluator: Evaluator, deadline: Deadline) -> list[Plan]:
+    """Return the fastest streamed plans, and the same with the device's spare memory filled: by blocks that stay, by
+    residuals that are kept, by the one and then the other."""
+    problem = evaluator.problem
     resident = [lane for lane in _block_lanes(problem) if not lane.is_streamed]
     streamed = [lane for lane in _block_lanes(problem) if lane.is_streamed]
     options = [list_keeps(problem, unit) for unit in problem.units]
     largest = {place: [_largest(keeps, place) for keeps in options] for place in (DEVICE, HOST)}
+    blocks = range(1, len(problem.units) - 1)
 
     def keep(u: int, plan: UnitPlan) -> UnitPlan:
         return make_unit_plan(Lane(plan.weights, plan.states, plan.update, plan.grads), largest[DEVICE][u], DEVICE)
 
+    starts = []
     for edges, lane, place in product(_edge_plans(problem), streamed, (DEVICE, HOST)):
-        for rest in (RECOMPUTE, HOST):
-            lean = [
-                make_unit_plan(lane, rest if isinstance(rest, Keep) else largest[rest][u], place)
-                for u in range(1, len(problem.units) - 1)
-            ]
-            start = [edges[0], *lean, edges[1]]
-            for depth in problem.prefetch_depths:
-                if fits(make_plan(problem, start, depth)):
-                    kept = _fill(problem, fits, start, depth, keep)
-                    yield make_plan(problem, kept, depth)
-                    for stay in resident:
-                        stays = _fill(problem, fits, start, depth, lambda u, plan, stay=stay: _change(plan, stay))  # type: ignore[misc]
-                        yield make_plan(problem, stays, depth)
-                        both = _fill(problem, fits, stays, depth, keep)
-                        yield make_plan(problem, both, depth)
+        for rest in ([RECOMPUTE] * len(problem.units), largest[HOST]):
+            units = [edges[0], *(make_unit_plan(lane, rest[u], place) for u in blocks), edges[1]]
+            starts += [make_plan(problem, units, depth) for depth in problem.prefetch_depths]
+    starts = _keep_fitting(evaluator, starts)
+    prices = evaluator.price([(plan.prefetch_depth, plan.units) for plan in starts])
+    order = sorted(range(len(starts)), key=lambda i: prices[i])
+    starts = [starts[i] for i in order[:NUM_FILLED]]
+    plans = [*starts, *_fill(evaluator, starts, keep)]
+    for stay in resident:
+        if deadline.is_over:
+            break
+        stays = _fill(evaluator, starts, lambda u, plan, stay=stay: _change(plan, stay))  # type: ignore[misc]
+        plans += [*stays, *_fill(evaluator, stays, keep)]
+    return plans
 
 
 def _change(plan: UnitPlan, lane: Lane) -> UnitPlan:
     return make_unit_plan(lane, Keep(plan.residual_point, plan.residuals), plan.boundary)
 
 
-def _fill(
-    problem: Problem, fits: Fits, units: list[UnitPlan], depth: int, change: Callable[[int, UnitPlan], UnitPlan]
-) -> list[UnitPlan]:
-    """Change as many blocks as fit, the last ones first (their residuals are needed first): bisection."""
-    low, high = 0, len(units) - 2
+def _fill(evaluator: Evaluator, plans: Sequence[Plan], change: Callable[[int, UnitPlan], UnitPlan]) -> list[Plan]:
+    """Change as many blocks of each plan as fit, the last ones first (their residuals are needed first): bisection."""
+    last = len(evaluator.problem.units) - 1
+    low, high = [0] * len(plans), [last - 1] * len(plans)
 
-    def changed(count: int) -> list[UnitPlan]:
-        first = len(units) - 1 - count
-        return [change(u, p) if first <= u < len(units) - 1 else p for u, p in enumerate(units)]
+    def changed(plan: Plan, count: int) -> Plan:
+        units = [change(u, p) if last - count <= u < last else p for u, p in enumerate(plan.units)]
+        return make_plan(evaluator.problem, units, plan.prefetch_depth)
 
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(make_plan(problem, changed(middle), depth)):
-            low = middle
-        else:
-            high = middle - 1
-    return changed(low)
+    while low != high:
+        middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
+        tried = [changed(plan, count) for plan, count in zip(plans, middle, strict=True)]
+        fits = evaluator.fits([(plan.prefetch_depth, plan.units) for plan in tried])
+        low = [m if fit else a for a, m, fit in zip(low, middle, fits, strict=True)]
+        high = [b if fit else max(m - 1, a) for a, b, m, fit in zip(low, high, middle, fits, strict=True)]
+    return [changed(plan, count) for plan, count in zip(plans, low, strict=True)]
 
 
 def _random_grid(problem: Problem, num_random: int) -> Iterator[Plan]:

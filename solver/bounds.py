@@ -30,6 +30,7 @@ from lazytrain.solver.rings import add_largest
 from lazytrain.solver.traffic import add_traffic
 from lazytrain.solver.windows import find_largest, find_largest_move
 
+LEAST_S = 0.05  # solvers want some
 LIMITS = Limits(time_s=5.0, gap=1e-4, num_nodes=300)
 
 
@@ -58,8 +59,8 @@ class _Group(NamedTuple):
     members: tuple[int, ...]  # in units
 
 
-def bound_step(problem: Problem, prefetch_depth: int, *, solver: str = "scip") -> Bound:
-    """Return the bound for one prefetch depth.
+def bound_step(problem: Problem, prefetch_depth: int, *, solver: str = "scip", time_s: float = LIMITS.time_s) -> Bound:
+    """Return the bound for one prefetch depth, with the mix that was best after `time_s` at most.
 
     Raises:
         SolverUnavailableError: the solver is not installed or broke down.
@@ -69,7 +70,8 @@ def bound_step(problem: Problem, prefetch_depth: int, *, solver: str = "scip") -
     _add_times(draft, kinds)
     add_traffic(draft)
     _add_memory(draft, kinds)
-    outcome = solve_model(draft.model, LIMITS, solver=solver)
+    limits = LIMITS._replace(time_s=max(min(time_s, LIMITS.time_s), LEAST_S))
+    outcome = solve_model(draft.model, limits, solver=solver)
     if outcome.status == "infeasible":
         return Bound(float("inf"), ())
     x = outcome.x

@@ -1,6 +1,5 @@
 """How much fits, and what more memory would bring: the largest batch, and the gain of one more GiB on each tier."""
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,6 +7,8 @@ from typing import NamedTuple
 from lazytrain.solver.baselines import list_fitting_strategies
 from lazytrain.solver.bounds import bound_step
 from lazytrain.solver.chunks import list_counts
+from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.memory import GIB
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import solve
@@ -62,7 +63,7 @@ def find_largest_batch(make_problem: MakeProblem, *, limit: int = MAX_BATCH) -> 
     return LargestBatch(batch, count, bound, strategies)
 
 
-def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 10.0) -> dict[str, float]:
+def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 5.0) -> dict[str, float]:
     """Return tier -> ms that a step would be shorter with one more GiB there: by solving again, and from `plan` on.
 
     `plan` must fit; tiers are device, host and (where it is allowed) nvme. Exactness is that of the search: a gain
@@ -81,8 +82,8 @@ def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 10.0) -> d
 
 
 def _search_on(problem: Problem, plan: Plan) -> float:
-    deadline_s = time.perf_counter() + FIT_S
-    search = Search(problem, plan, num_evaluations=MORE_EVALUATIONS, deadline_s=deadline_s)
+    decisions = plan.prefetch_depth, plan.units
+    search = Search(Evaluator(problem), decisions, num_evaluations=MORE_EVALUATIONS, deadline=Deadline(FIT_S))
     search.run()
     return search.step_ms
 
@@ -123,5 +124,6 @@ def _fits_somehow(problem: Problem) -> bool:
     if not bound.mix:
         return False
     plan = next(list_arrangements(problem, bound.mix, min(problem.prefetch_depths)))
-    deadline_s = time.perf_counter() + FIT_S
-    return Search(problem, plan, num_evaluations=FIT_EVALUATIONS, deadline_s=deadline_s).make_fit()
+    start = plan.prefetch_depth, plan.units
+    search = Search(Evaluator(problem), start, num_evaluations=FIT_EVALUATIONS, deadline=Deadline(FIT_S))
+    return search.make_fit()

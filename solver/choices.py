@@ -4,7 +4,8 @@ A *lane* says where weights, states and grads live and where the update runs; a 
 where; the third choice is the boundary's place. The three are independent of each other but for the budgets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -98,9 +99,22 @@ def list_block_plans(problem: Problem, block_idx: int) -> Iterator[UnitPlan]:
         yield make_unit_plan(lane, keep, boundary)
 
 
+@cache  # equal decisions are then one object, which is quick to compare
 def make_unit_plan(lane: Lane, keep: Keep = RECOMPUTE, boundary: str = DEVICE) -> UnitPlan:
     """Return the three choices as a unit's decisions."""
     return UnitPlan(**lane._asdict(), residual_point=keep.point, residuals=keep.place, boundary=boundary)
+
+
+def intern_units(units: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """Return the same decisions as the objects that `make_unit_plan` gives for them."""
+    return tuple(
+        make_unit_plan(
+            Lane(unit.weights, unit.states, unit.update, unit.grads),
+            Keep(unit.residual_point, unit.residuals),
+            unit.boundary,
+        )
+        for unit in units
+    )
 
 
 def _places(problem: Problem) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def list_counts(batch: int) -> list[int]:
 
 
 def choose_microbatches(
-    make_problem: Callable[[int], Problem], counts: Iterable[int], *, time_limit_s: float = 10.0, gap: float = 0.01
+    make_problem: Callable[[int], Problem], counts: Iterable[int], *, time_limit_s: float = 5.0, gap: float = 0.01
 ) -> Choice:
     """Return the best answer over numbers of microbatches.
 

@@ -1,32 +1,31 @@
 """The greedy plan: from everything streamed and recomputed, the change that gains most per byte, until nothing fits."""
 
-import time
 from collections.abc import Sequence
 from itertools import product
 
 from lazytrain.solver.choices import list_boundaries, list_lanes, make_unit_plan
-from lazytrain.solver.memory import Accountant
+from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.evaluation import MIN_GAIN, Evaluator
 from lazytrain.solver.plan import DEVICE, HOST, Plan, make_plan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.search import MIN_GAIN, Priced, Search
+from lazytrain.solver.search import Priced, Search
 
 NUM_EVALUATIONS = 600
-TIME_S = 3.0  # the net
 
 
-def make_greedy_plan(problem: Problem) -> Plan | None:
+def make_greedy_plan(evaluator: Evaluator, deadline: Deadline) -> Plan | None:
     """Return the plan of a greedy search in which the simulator prices every step; None if no start fits.
 
     The time saved per byte that the device's peak grows by decides; the same change then goes on block by block while
     it still helps. Nothing is ever taken back.
     """
-    accountant = Accountant(problem)
-    starts = [plan for plan in _list_lean(problem) if accountant.fits(plan)]
+    lean = [(plan.prefetch_depth, plan.units) for plan in _list_lean(evaluator.problem)]
+    starts = [decisions for decisions, fits in zip(lean, evaluator.fits(lean), strict=True) if fits]
     if not starts:
         return None
-    deadline_s = time.perf_counter() + TIME_S
-    searches = [Search(problem, plan, num_evaluations=NUM_EVALUATIONS, deadline_s=deadline_s) for plan in starts]
-    search = min(searches, key=lambda candidate: candidate.step_ms)
+    prices = evaluator.price(starts)
+    start = starts[min(range(len(starts)), key=lambda i: prices[i].step_ms)]
+    search = Search(evaluator, start, num_evaluations=NUM_EVALUATIONS, deadline=deadline)
     turn = 0.0
     while not search.is_over:
         better = [p for p in search.price_changes(turn) if p.fits and p.price.step_ms < search.step_ms * (1 - MIN_GAIN)]
@@ -35,30 +34,34 @@ def make_greedy_plan(problem: Problem) -> Plan | None:
         if not better:
             turn = 1.0
             continue
-        _go_on(search, _pick(search, accountant, better))
+        _go_on(search, _pick(search, better))
     return search.plan
 
 
-def _pick(search: Search, accountant: Accountant, better: Sequence[Priced]) -> Priced:
+def _pick(search: Search, better: Sequence[Priced]) -> Priced:
     """Return the change that saves most time per byte of the device's peak."""
-    before = accountant.account(search.plan).device_peak_bytes
+    plans = [(search.depth, search.units), *((search.depth, search.changed(priced.change)) for priced in better)]
+    before, *after = (need.peak_bytes for need in search.evaluator.measure(plans))
 
-    def ratio(priced: Priced) -> tuple[bool, float]:
-        plan = make_plan(search.problem, search.changed(priced.change), search.depth)
-        added = accountant.account(plan).device_peak_bytes - before
-        gain_ms = search.step_ms - priced.price.step_ms
-        return added <= 0, gain_ms / max(added, 1)
+    def ratio(index: int) -> tuple[bool, float]:
+        added = after[index] - before
+        return added <= 0, (search.step_ms - better[index].price.step_ms) / max(added, 1)
 
-    return max(better, key=ratio)
+    return better[max(range(len(better)), key=ratio)]
 
 
 def _go_on(search: Search, priced: Priced) -> None:
-    change = priced.change
-    while search.take(search.changed(change)):
-        alike = [u for u in range(1, len(search.units) - 1) if search.units[u] == change.before]
-        if search.is_over or not alike:
+    """Take a change, then the same for the nearest blocks that decide alike, one by one, as long as each one helps."""
+    change, last = priced.change, len(search.units) - 1
+    alike = [u for u in range(1, last) if search.units[u] is change.before and u != change.where]
+    nearest = sorted(alike, key=lambda u: (abs(u - change.where), u))
+    chain = [search.changed(change)]
+    for u in nearest if 0 < change.where < last else []:
+        chain.append((*chain[-1][:u], change.after, *chain[-1][u + 1 :]))
+    search.price_all(chain)
+    for units in chain:
+        if not search.take(units):
             return
-        change = change._replace(where=min(alike, key=lambda u: (abs(u - priced.change.where), u)))
 
 
 def _list_lean(problem: Problem) -> list[Plan]:

@@ -3,11 +3,12 @@
 Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatches (chunks), P the prefetch depth.
 
     device, always    resident weights and states + min(P, streamed blocks) weight slots + one slot for embed and head,
-                      where one is streamed + min(2, visiting) update buffers + 2 fetch buffers
+                      where one is streamed + min(2, visiting) update buffers + 2 fetch buffers (of one chunk's)
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
-                      + own residuals + one offload in flight + grads that wait for their update + workspace
+                      + own residuals (one chunk's where they leave) + one chunk's offload in flight
+                      + grads that wait for their turn to be updated + workspace
     device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
                       + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
@@ -107,7 +108,7 @@ class Accountant:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._units = problem, problem.units
-        self._parts: list[dict[UnitPlan, _Part]] = [{} for _ in self._units]
+        self._parts: list[dict[UnitPlan, Part]] = [{} for _ in self._units]
         self._inputs = [boundary_bytes(problem, unit) for unit in self._units]
         edges = (0, len(self._units) - 1)
         self._sums = [
@@ -124,7 +125,7 @@ class Accountant:
         for u, decisions in enumerate(plan.units):
             part = self._parts[u].get(decisions)
             if part is None:
-                part = self._parts[u][decisions] = _work_out(self._problem, self._units[u], decisions)
+                part = self._parts[u][decisions] = work_out(self._problem, self._units[u], decisions)
             parts.append(part)
         always = _device_always(plan, parts)
         device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan.units, parts))
@@ -137,25 +138,26 @@ class Accountant:
         """Return whether a plan fits in every tier."""
         return not find_shortage(self._problem, self.account(plan))
 
-    def _list_positions(self, plans: Sequence[UnitPlan], parts: "list[_Part]") -> Iterator[tuple[str, int]]:
+    def _list_positions(self, plans: Sequence[UnitPlan], parts: "list[Part]") -> Iterator[tuple[str, int]]:
         problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
-        waiting = sum(part.waiting for part in parts if not part.settled)
-        offload = max(part.moved for part in blocks)
+        waiting = sum(part.later for part in parts)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
         stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
-        kept = 0
+        kept = offload = 0
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
-        waiting -= 0 if parts[0].settled else parts[0].waiting
+        waiting -= parts[0].later
         for i, part in enumerate(blocks):
             own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
-            yield self._forward_at[i], waiting + kept + own + offload
-            waiting -= 0 if part.settled else part.waiting
+            # Of the block before that sent something away, or of this block's chunk before.
+            yield self._forward_at[i], waiting + kept + own + max(offload, part.moved if num > 1 else 0)
+            offload = part.moved or offload
+            waiting -= part.later
             kept += part.kept
 
         edge = parts[-1].waiting  # the old ones until their update, then the new ones
-        waiting -= 0 if parts[-1].settled else edge
+        waiting -= parts[-1].later
         own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
         yield "head", kept + own + edge + tied + offload
 
@@ -191,45 +193,47 @@ def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
     return {tier: num_bytes for tier, num_bytes in missing.items() if num_bytes > 0}
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What one unit's decisions need, in bytes: in the rings or always, while something waits, far from the device."""
 
     resident: int
     slot: int  # 0 where the weights stay
     visit: int  # 0 where no states come
-    moved: int  # boundary and residuals that leave the device
+    moved: int  # boundary and residuals of one chunk that leave the device
     host_grads: int
     waiting: int  # grads on the device
-    settled: bool  # they go as soon as the norm is known
+    later: int  # those that wait for the unit's turn in the next step; the others go as soon as the norm is known
     kept: int  # boundary and residuals that stay there
-    residuals: int
+    residuals: int  # of all chunks, or of one where they leave
     workspace: int
     host: int
     nvme: tuple[int, ...]
 
 
-def _work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> _Part:
+def work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> Part:
+    """Return what one unit's decisions need."""
+    num = problem.num_microbatches
     weights, states, grads = align(unit.weight_bytes), align(unit.state_bytes), align(unit.grad_bytes)
     host = weights * (plan.weights == HOST or (plan.weights == DEVICE and plan.update == CPU))
     host += states * (plan.states == HOST) + grads * (plan.grads == HOST)
     nvme = [weights] * (plan.weights == NVME) + [states] * (plan.states == NVME)
-    return _Part(
+    return Part(
         resident=weights * (plan.weights == DEVICE) + states * (plan.states == DEVICE),
         slot=weights if plan.is_streamed and unit.num_params else 0,
         visit=buffer_bytes(unit, plan) if plan.moves_states and unit.num_params else 0,
-        moved=sum(moved_bytes(problem, unit, plan, (HOST, NVME))),
+        moved=sum(moved_bytes(problem, unit, plan, (HOST, NVME))) // num,
         host_grads=grads * (plan.grads == HOST),
         waiting=grads * (plan.grads == DEVICE),
-        settled=plan.updates_in_place,
+        later=grads * (plan.grads == DEVICE and not plan.updates_in_place),
         kept=sum(moved_bytes(problem, unit, plan, (DEVICE,))),
-        residuals=residual_bytes(problem, unit, plan.residual_point),
+        residuals=residual_bytes(problem, unit, plan.residual_point) // (num if plan.residuals in (HOST, NVME) else 1),
         workspace=unit.points[plan.residual_point].workspace_bytes,
         host=host + sum(moved_bytes(problem, unit, plan, (HOST,))),
         nvme=(*nvme, *moved_bytes(problem, unit, plan, (NVME,))),
     )
 
 
-def _device_always(plan: Plan, parts: list[_Part]) -> int:
+def _device_always(plan: Plan, parts: list[Part]) -> int:
     slots = [part.slot for part in parts[1:-1] if part.slot]
     visits = [part.visit for part in parts if part.visit]
     return (

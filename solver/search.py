@@ -8,22 +8,30 @@ burdens queues and memory less counts as better: it leaves room for the next cha
 The order is fixed and the budget counts evaluations, so that the same problem gives the same plan.
 """
 
-import time
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
-from lazytrain.solver.choices import Keep, Lane, list_boundaries, list_hull_keeps, list_lanes, make_unit_plan
-from lazytrain.solver.memory import Accountant, find_shortage
+from lazytrain.solver.choices import (
+    Keep,
+    Lane,
+    intern_units,
+    list_boundaries,
+    list_hull_keeps,
+    list_lanes,
+    make_unit_plan,
+)
+from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.evaluation import MIN_GAIN, Evaluator, Price
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
+from lazytrain.solver.pricing import MAX_TOGETHER
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate_load
+from lazytrain.solver.vectors import Decisions
 
-MIN_GAIN = 1e-6  # relative; less is rounding
-LOAD_POWER = 4  # the nearer to full a queue is, the more it counts
 TURNS = (0.5, 0.0, 1.0)  # which of the blocks that decide alike stands for them in a round
 MAX_TRIALS = 40  # pairs priced in a round
+MAX_TAKEN = 5  # of them, as long as each helps
 MAX_FIT_CHECKS = 1500
 # How many blocks a pair of changes takes: those that help, and those that make room.
 SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 3), (3, 2))
@@ -36,19 +44,6 @@ class Change(NamedTuple):
     before: UnitPlan
     after: UnitPlan
     where: int
-
-
-class Price(NamedTuple):
-    """A step, and how much it burdens queues and the device's memory: among equal steps the lighter one is better."""
-
-    step_ms: float
-    burden: float
-
-    def beats(self, other: "Price") -> bool:
-        """Return whether this is better by more than rounding."""
-        if self.step_ms < other.step_ms * (1 - MIN_GAIN):
-            return True
-        return self.step_ms <= other.step_ms and self.burden < other.burden * (1 - MIN_GAIN)
 
 
 class Priced(NamedTuple):
@@ -64,16 +59,14 @@ class Search:
 
     Attributes:
         units, depth: the best decisions so far.
-        left: evaluations that may still be made; num_evaluations: those made.
+        left: evaluations that may still be made.
     """
 
-    def __init__(self, problem: Problem, plan: Plan, *, num_evaluations: int, deadline_s: float) -> None:
-        self.problem, self.units, self.depth = problem, plan.units, plan.prefetch_depth
-        self.left, self.num_evaluations, self._deadline_s = num_evaluations, 0, deadline_s
-        self._accountant = Accountant(problem)
-        self._known: dict[tuple[int, Units], Price] = {}
-        self._needs: dict[tuple[int, Units], tuple[int, int]] = {}
-        self._options = [_list_options(problem, u) for u in range(len(problem.units))]
+    def __init__(self, evaluator: Evaluator, decisions: Decisions, *, num_evaluations: int, deadline: Deadline) -> None:
+        self.problem, self.evaluator, self.deadline = evaluator.problem, evaluator, deadline
+        self.depth, self.units = decisions[0], intern_units(decisions[1])  # equal decisions are one object
+        self.left = num_evaluations
+        self._options = [list_options(self.problem, u) for u in range(len(self.problem.units))]
         self._price = self.price(self.units)
 
     @property
@@ -89,35 +82,40 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Return whether the budget is spent."""
-        return self.left <= 0 or time.perf_counter() > self._deadline_s
+        return self.left <= 0 or self.deadline.is_over
+
+    def price_all(self, many: Sequence[Units], depth: int | None = None) -> list[Price]:
+        """Return the prices of decisions, whether they fit or not."""
+        before = self.evaluator.num_priced
+        prices = self.evaluator.price([(depth or self.depth, units) for units in many])
+        self.left -= self.evaluator.num_priced - before
+        return prices
 
     def price(self, units: Units, depth: int | None = None) -> Price:
         """Return the price of some decisions, whether they fit or not."""
-        key = (depth or self.depth, units)
-        if key not in self._known:
-            self.left -= 1
-            self.num_evaluations += 1
-            plan = make_plan(self.problem, units, key[0])
-            step_ms, loads_ms = simulate_load(self.problem, plan)
-            peak_bytes, _ = self._need(key)
-            shares = [
-                peak_bytes / self.problem.hardware.device_memory_bytes,
-                *(load_ms / step_ms for load_ms in loads_ms if step_ms),
-            ]
-            self._known[key] = Price(step_ms, sum(share**LOAD_POWER for share in shares))
-        return self._known[key]
+        return self.price_all([units], depth)[0]
 
-    def fits(self, units: Units, depth: int | None = None) -> bool:
-        """Return whether decisions fit in every tier."""
-        return not self._need((depth or self.depth, units))[1]
+    def fit_all(self, many: Sequence[Units], depth: int | None = None) -> list[bool]:
+        """Return which decisions fit in every tier."""
+        return self.evaluator.fits([(depth or self.depth, units) for units in many])
 
     def take(self, units: Units, depth: int | None = None) -> bool:
         """Make decisions the best ones if they are better and fit; return whether they are."""
+        if not self.fit_all([units], depth)[0]:
+            return False
         price = self.price(units, depth)
-        if not price.beats(self._price) or not self.fits(units, depth):
+        if not price.beats(self._price):
             return False
         self._price, self.units, self.depth = price, units, depth or self.depth
         return True
+
+    def take_best(self, many: Sequence[Units]) -> bool:
+        """Make the best of some decisions the best ones if they are better and fit; return whether they are."""
+        fitting = [units for units, fits in zip(many, self.fit_all(many), strict=True) if fits]
+        prices = self.price_all(fitting)
+        if not fitting:
+            return False
+        return self.take(fitting[min(range(len(fitting)), key=lambda i: prices[i])])
 
     def replace(self, units: Units) -> None:
         """Make decisions that fit the plan, whatever their price."""
@@ -126,7 +124,7 @@ class Search:
     def make_fit(self) -> bool:
         """Change the plan until it fits, each time by what frees most per loss; return whether it does now."""
         while not self.is_over:
-            missing = self._missing_bytes(self.units)
+            missing = self._missing_bytes([self.units])[0]
             if not missing:
                 return True
             # One slot less takes both embed and head, of which neither frees anything by itself.
@@ -138,14 +136,16 @@ class Search:
 
     def _find_freeing(self, missing: int, count: int) -> Units | None:
         """Return the decisions that a change of `count` units gives which frees most per loss; None if none does."""
-        best: tuple[float, Units] | None = None
-        for change in self._list_changes(0.5):
-            units = self._extend(self.units, change, count)
-            freed = 0 if units is None else missing - self._missing_bytes(units)
-            if units is not None and freed > 0:
-                loss_ms = max(self.price(units).step_ms - self.step_ms, 0.0) + MIN_GAIN * self.step_ms
-                best = min(best or (inf, units), (loss_ms / freed, units), key=lambda item: item[0])
-        return None if best is None else best[1]
+        changed = (self._extend(self.units, change, count) for change in self._list_changes(0.5))
+        many = [units for units in changed if units is not None]
+        freed = [missing - left for left in self._missing_bytes(many)]
+        freeing = [(units, num_bytes) for units, num_bytes in zip(many, freed, strict=True) if num_bytes > 0]
+        prices = self.price_all([units for units, _ in freeing])
+
+        def loss(index: int) -> float:
+            return (max(prices[index].step_ms - self.step_ms, 0.0) + MIN_GAIN * self.step_ms) / freeing[index][1]
+
+        return freeing[min(range(len(freeing)), key=loss)][0] if freeing else None
 
     def run(self) -> None:
         """Improve until nothing helps or the budget is spent."""
@@ -157,36 +157,26 @@ class Search:
             if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth()):
                 in_vain = 0
 
-    def _missing_bytes(self, units: Units) -> int:
-        return self._need((self.depth, units))[1]
-
-    def _need(self, key: tuple[int, Units]) -> tuple[int, int]:
-        """Return the device's peak, and the bytes that are missing over all tiers."""
-        if key not in self._needs:
-            usage = self._accountant.account(make_plan(self.problem, key[1], key[0]))
-            self._needs[key] = usage.device_peak_bytes, sum(find_shortage(self.problem, usage).values())
-        return self._needs[key]
+    def _missing_bytes(self, many: Sequence[Units]) -> list[int]:
+        return [need.missing_bytes for need in self.evaluator.measure([(self.depth, units) for units in many])]
 
     def _list_changes(self, turn: float) -> Iterator[Change]:
         """Yield changes of one unit of those that decide alike: the first, the middle or the last (turn 0, 1/2, 1)."""
-        alike: dict[tuple[bool, UnitPlan], list[int]] = {}
+        alike: dict[tuple[bool, int], list[int]] = {}
         last = len(self.units) - 1
         for u, unit in enumerate(self.units):
-            alike.setdefault((u in (0, last), unit), []).append(u)
-        for (_, before), where in alike.items():
+            alike.setdefault((u in (0, last), id(unit)), []).append(u)
+        for where in alike.values():
             u = where[round(turn * (len(where) - 1))]
-            for after in _list_neighbours(self._options[u], before):
+            before = self.units[u]
+            for after in list_neighbours(self._options[u], before):
                 yield Change(before, after, u)
 
     def price_changes(self, turn: float) -> list[Priced]:
-        """Return every change of one unit of those that decide alike (see `TURNS`), as far as the budget goes."""
-        priced = []
-        for change in self._list_changes(turn):
-            if self.is_over:
-                break
-            units = self.changed(change)
-            priced.append(Priced(change, self.price(units), self.fits(units)))
-        return priced
+        """Return every change of one unit of those that decide alike (see `TURNS`)."""
+        changes = list(self._list_changes(turn))
+        many = [self.changed(change) for change in changes]
+        return list(map(Priced, changes, self.price_all(many), self.fit_all(many)))
 
     def changed(self, change: Change) -> Units:
         """Return the best decisions so far with a change."""
@@ -212,27 +202,46 @@ class Search:
             expected_ms = shape[0] * (step_ms - a.price.step_ms) - shape[1] * (b.price.step_ms - step_ms)
             if expected_ms > 0 and a.change.where != b.change.where:
                 pairs.append((-expected_ms, sum(shape), len(pairs), (a.change, b.change), shape))
-        num_tried, is_better, left = MAX_TRIALS, False, self.left
-        for *_, changes, shape in sorted(pairs, key=lambda pair: pair[:3])[:MAX_FIT_CHECKS]:
-            if self.is_over or left - self.left > num_tried:
+        tried: list[tuple[Units, tuple[Change, Change], tuple[int, int]]] = []
+        promising = heapq.nsmallest(MAX_FIT_CHECKS, pairs, key=lambda pair: pair[:3])
+        for first in range(0, len(promising), MAX_TOGETHER):
+            if self.is_over or len(tried) >= MAX_TRIALS:
                 break
-            is_better |= self._take_all(changes, shape)
+            some = [
+                (self._extend_all(changes, shape), changes, shape)
+                for *_, changes, shape in promising[first : first + MAX_TOGETHER]
+            ]
+            known = [(units, changes, shape) for units, changes, shape in some if units is not None]
+            fits = self.fit_all([units for units, _, _ in known])
+            tried += [item for item, fit in zip(known, fits, strict=True) if fit]
+        tried = tried[:MAX_TRIALS]
+        prices = self.price_all([units for units, _, _ in tried])
+        is_better = False
+        order = sorted(range(len(tried)), key=lambda i: prices[i])
+        for index in order[:MAX_TAKEN]:
+            if self.is_over or not self._take_all(tried[index][1], tried[index][2]):
+                break
+            is_better = True
         return is_better
 
     def _take_all(self, changes: tuple[Change, ...], shape: tuple[int, ...]) -> bool:
         """Make changes to as many blocks as `shape` says, then to twice as many more, as long as that helps."""
         factor, is_better = 1, False
         while not self.is_over:
-            units: Units | None = self.units
-            for change, count in zip(changes, shape, strict=True):
-                units = None if units is None else self._extend(units, change, factor * count)
-            if units is None or not self.fits(units) or not self.take(units):
+            units = self._extend_all(changes, tuple(factor * count for count in shape))
+            if units is None or not self.take(units):
                 if factor == 1:
                     break
                 factor = 1
             else:
                 is_better, factor = True, 2 * factor
         return is_better
+
+    def _extend_all(self, changes: tuple[Change, ...], shape: tuple[int, ...]) -> Units | None:
+        units: Units | None = self.units
+        for change, count in zip(changes, shape, strict=True):
+            units = None if units is None else self._extend(units, change, count)
+        return units
 
     def _extend(self, units: Units, change: Change, count: int) -> Units | None:
         """Return the same change for the `count` blocks that are nearest to it; None if there are not so many.
@@ -244,7 +253,7 @@ class Search:
         if change.where in (0, last):
             lane = Lane(after.weights, after.states, after.update, after.grads)
             where = [u for u in (0, last) if lane in self._options[u].lanes]
-        near = sorted((u for u in where if units[u] == change.before), key=lambda u: (abs(u - change.where), u))
+        near = sorted((u for u in where if units[u] is change.before), key=lambda u: (abs(u - change.where), u))
         if len(near) < count:
             return None
         changed = set(near[:count])
@@ -257,14 +266,12 @@ class Search:
         for u in range(1, last):
             kinds.setdefault(self.units[u], []).append(u)
         ends = sorted({u for where in kinds.values() for u in (where[0], where[len(where) // 2], where[-1])})
-        for u, v in product(ends, range(1, last)):
+        pairs = [(u, v) for u, v in product(ends, range(1, last)) if self.units[u] is not self.units[v]]
+        for first in range(0, len(pairs), MAX_TOGETHER):
             if self.is_over:
                 return False
-            if self.units[u] != self.units[v]:
-                units = list(self.units)
-                units[u], units[v] = units[v], units[u]
-                if self.take(tuple(units)):
-                    return True
+            if self.take_best([_exchange(self.units, u, v) for u, v in pairs[first : first + MAX_TOGETHER]]):
+                return True
         return False
 
     def _take_depth(self) -> bool:
@@ -272,20 +279,23 @@ class Search:
         return any(self.take(self.units, depth) for depth in depths)
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
+    """The choices of one unit; no keeps and boundaries for embed and head."""
+
     lanes: tuple[Lane, ...]
     keeps: tuple[Keep, ...]
     boundaries: tuple[str, ...]
 
 
-def _list_options(problem: Problem, u: int) -> _Options:
+def list_options(problem: Problem, u: int) -> Options:
+    """Return what the search tries for unit u: every lane, and keeps on the hull."""
     lanes = list_lanes(problem, u)
     if u in (0, len(problem.units) - 1):
-        return _Options(lanes, (), ())
-    return _Options(lanes, list_hull_keeps(problem, problem.units[u]), list_boundaries(problem))
+        return Options(lanes, (), ())
+    return Options(lanes, list_hull_keeps(problem, problem.units[u]), list_boundaries(problem))
 
 
-def _list_neighbours(options: _Options, before: UnitPlan) -> Iterator[UnitPlan]:
+def list_neighbours(options: Options, before: UnitPlan) -> Iterator[UnitPlan]:
     """Yield the decisions that differ from `before` in one choice."""
     lane = Lane(before.weights, before.states, before.update, before.grads)
     keep = Keep(before.residual_point, before.residuals)
@@ -302,3 +312,9 @@ def _list_neighbours(options: _Options, before: UnitPlan) -> Iterator[UnitPlan]:
 
 def _apply(units: Units, change: Change) -> Units:
     return (*units[: change.where], change.after, *units[change.where + 1 :])
+
+
+def _exchange(units: Units, u: int, v: int) -> Units:
+    changed = list(units)
+    changed[u], changed[v] = changed[v], changed[u]
+    return tuple(changed)

@@ -44,21 +44,22 @@ def list_arrangements(problem: Problem, mix: Sequence[Kind], prefetch_depth: int
 
 
 def _list_orders(counts: Sequence[tuple[T, int]], length: int) -> list[list[T]]:
-    orders = [_run(order) for order in islice(permutations(counts), MAX_RUN_ORDERS)]
-    return orders if len(counts) == 1 else [_spread(counts, length), *orders]
+    orders = [put_in_runs(order, length) for order in islice(permutations(counts), MAX_RUN_ORDERS)]
+    return orders if len(counts) == 1 else [spread(counts, length), *orders]
 
 
-def _run(counts: Sequence[tuple[T, int]]) -> list[T]:
+def put_in_runs(counts: Sequence[tuple[T, int]], length: int) -> list[T]:
+    """Return the options in the order that is given, `length` in all."""
     return [option for option, count in counts for _ in range(count)]
 
 
-def _spread(counts: Sequence[tuple[T, int]], length: int) -> list[T]:
+def spread(counts: Sequence[tuple[T, int]], length: int) -> list[T]:
     """Return the options as evenly spread as their counts allow: error diffusion."""
-    credit, picks = dict.fromkeys((option for option, _ in counts), 0.0), []
+    credit, picks = [0.0] * len(counts), []
     for _ in range(length):
-        for option, count in counts:
-            credit[option] += count / length
-        pick = max(credit, key=lambda option: credit[option])
+        for i, (_, count) in enumerate(counts):
+            credit[i] += count / length
+        pick = max(range(len(counts)), key=credit.__getitem__)
         credit[pick] -= 1.0
-        picks.append(pick)
+        picks.append(counts[pick][0])
     return picks

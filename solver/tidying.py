@@ -1,12 +1,13 @@
 """Make a plan easier to read and to edit where that costs next to nothing: fewer runs of equal blocks."""
 
 from collections.abc import Iterator
-from itertools import pairwise, permutations
+from itertools import islice, pairwise, permutations
 
 from lazytrain.solver.plan import UnitPlan
 from lazytrain.solver.search import Search, Units
 
 TIE = 5e-4  # relative: as good as the same step
+MAX_TOGETHER = 64  # plans priced in one go
 MAX_KINDS = 4  # whose every order as runs is tried
 
 
@@ -14,14 +15,16 @@ def tidy(search: Search) -> None:
     """Replace the search's plan by one with fewer runs of equal blocks, as long as the step stays about the same."""
     limit_ms = search.step_ms * (1 + TIE)
     while not search.is_over:
-        for units in _list_tidier(search.units):
-            if search.is_over or (search.fits(units) and search.price(units).step_ms <= limit_ms):
+        candidates = _list_tidier(search.units)
+        while some := list(islice(candidates, MAX_TOGETHER)):
+            fitting = [units for units, fits in zip(some, search.fit_all(some), strict=True) if fits]
+            prices = search.price_all(fitting)
+            good = [units for units, price in zip(fitting, prices, strict=True) if price.step_ms <= limit_ms]
+            if good or search.is_over:
                 break
-        else:
+        if not some or not good:
             return
-        if search.is_over:
-            return
-        search.replace(units)
+        search.replace(good[0])
 
 
 def count_runs(units: Units) -> int:

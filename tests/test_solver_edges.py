@@ -9,7 +9,9 @@ from test_solver_planning import AGREEMENT, all_plans, model_step_ms
 from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
 from lazytrain.solver.costs import problem_from_shapes
+from lazytrain.solver.deadline import Deadline
 from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.greedy import make_greedy_plan
 from lazytrain.solver.hardware import load_hardware
 from lazytrain.solver.memory import account, align, find_shortage
@@ -160,7 +162,7 @@ def test_an_8b_model_fits_where_only_streamed_edges_do() -> None:
     result = solve(problem, time_limit_s=5.0)
     assert result.plan is not None
     assert result.plan.embed.weights == result.plan.head.weights == "host"
-    assert make_greedy_plan(problem) is not None
+    assert make_greedy_plan(Evaluator(problem), Deadline(30.0)) is not None
     assert "recompute_all" in {baseline.name for baseline in list_baselines(problem, with_greedy=False)}
     refused = solve(replace(problem, allow_streamed_embed=False))
     assert refused.code == "infeasible"

@@ -170,9 +170,10 @@ def test_without_a_solver_the_best_baseline_is_the_plan(monkeypatch: pytest.Monk
 
 
 def test_a_late_solver_leaves_a_fallback() -> None:
-    result = solve(make_toy_problem(1, num_blocks=12, num_points=3), time_limit_s=0.05)
+    result = solve(make_toy_problem(1, num_blocks=12, num_points=3), time_limit_s=1e-6)
     assert result.plan is not None
-    assert result.code in ("fallback", "feasible")
+    assert result.code == "fallback"
+    assert result.statistics["gap"] is None
 
 
 def test_the_remedy_of_a_refusal_makes_it_fit() -> None:
@@ -246,7 +247,6 @@ def test_a_problem_that_cannot_beat_its_rival_is_not_searched() -> None:
     searched = solve(problem, gap=0.0)
     beaten = solve(problem, gap=0.0, rival_ms=searched.statistics["bound_ms"])
     assert beaten.plan is not None
-    assert beaten.statistics["num_evaluations"] <= planning.MAX_ARRANGEMENTS * len(problem.prefetch_depths)
-    assert searched.statistics["num_evaluations"] > beaten.statistics["num_evaluations"]
+    assert searched.statistics["num_evaluations"] > 1.5 * beaten.statistics["num_evaluations"]
     assert beaten.plan.predicted is not None
     assert beaten.plan.predicted.step_ms >= searched.statistics["bound_ms"]

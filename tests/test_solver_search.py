@@ -1,7 +1,6 @@
 """What no plan can beat, the search that the simulator prices, and what it makes of starts, baselines and order."""
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,8 @@ import pytest
 from lazytrain.solver.baselines import list_baselines, list_fitting_strategies
 from lazytrain.solver.bounds import bound_step
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
+from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.greedy import make_greedy_plan
 from lazytrain.solver.memory import Accountant, account
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
@@ -24,7 +25,8 @@ STREAMED = UnitPlan(weights="host", states="host", grads="device")
 
 
 def make_search(problem: Problem, plan: Plan, num_evaluations: int = 300) -> Search:
-    return Search(problem, plan, num_evaluations=num_evaluations, deadline_s=time.perf_counter() + 30)
+    start = plan.prefetch_depth, plan.units
+    return Search(Evaluator(problem), start, num_evaluations=num_evaluations, deadline=Deadline(30.0))
 
 
 def make_varied_problem(seed: int) -> Problem:
@@ -120,7 +122,7 @@ def test_tidy_leaves_fewer_runs_and_the_same_step() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_fits_and_is_at_least_as_fast_as_its_start(seed: int) -> None:
     problem = make_toy_problem(seed, num_blocks=8, num_points=3)
-    plan = make_greedy_plan(problem)
+    plan = make_greedy_plan(Evaluator(problem), Deadline(30.0))
     if plan is None:
         assert "recompute_all" not in list_fitting_strategies(problem) or not problem.allow_device_update
         return

@@ -1,0 +1,122 @@
+"""The memory account of many plans at once: `memory.account`'s numbers (tests hold it to equality) in vectors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lazytrain.solver.memory import (
+    NUM_RING_BUFFERS,
+    NUM_WRITERS,
+    align,
+    boundary_bytes,
+    chunk_sum_bytes,
+    moved_bytes,
+    sum_bytes,
+    work_out,
+)
+from lazytrain.solver.plan import CPU, NVME, UnitPlan
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.vectors import Decisions, Lookup
+
+NVME_FIELDS = ("nvme_weights", "nvme_states", "cpu_weights", "cpu_states", "largest_spill", "spilled")
+PART_FIELDS = (
+    "resident",
+    "slot",
+    "visit",
+    "moved",
+    "host_grads",
+    "waiting",
+    "later",
+    "kept",
+    "residuals",
+    "workspace",
+    "host",
+)
+FIELDS = (*PART_FIELDS, *NVME_FIELDS)
+
+
+class Fitter:
+    """Peaks and shortages of many plans of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._units, self._last = problem, problem.units, len(problem.units) - 1
+        self._lookup = Lookup(len(self._units), self._describe)
+        inputs = [boundary_bytes(problem, unit) for unit in self._units]
+        edges = (0, self._last)
+        sums = [sum_bytes(unit) if u in edges else chunk_sum_bytes(problem, unit) for u, unit in enumerate(self._units)]
+        tied = sum_bytes(problem.embed) if problem.tied else 0
+        sizes = [align(unit.boundary_bytes) for unit in self._units]
+        num, blocks = problem.num_microbatches, range(1, self._last)
+        work = problem.embed.points[0].workspace_bytes
+        self._embed = np.array([inputs[1] + work, sums[0]])
+        self._head = inputs[-1] + sizes[-1] + problem.head.points[0].workspace_bytes + sums[-1] + tied
+        self._forward = np.array([inputs[u] + inputs[u + 1] for u in blocks])[:, None]
+        self._backward = np.array([num * max(sizes[u], sizes[u + 1]) + sizes[u] + sums[u] + tied for u in blocks])[
+            :, None
+        ]
+
+    def measure(self, many: Sequence[Decisions]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the peak of the device's memory and the bytes that are missing over all tiers, per plan."""
+        parts = dict(zip(FIELDS, self._lookup.look_up(many), strict=True))
+        depths = np.array([depth for depth, _ in many])
+        inner = slice(1, self._last)
+        slots, visits = parts["slot"][inner], parts["visit"]
+        always = parts["resident"].sum(axis=0)
+        always += np.minimum(depths, (slots > 0).sum(axis=0)) * slots.max(axis=0)
+        always += np.maximum(parts["slot"][0], parts["slot"][-1])
+        always += np.minimum(NUM_RING_BUFFERS, (visits > 0).sum(axis=0)) * visits.max(axis=0)
+        moved = parts["moved"][inner]
+        senders = np.maximum.accumulate(np.where(moved > 0, np.arange(len(moved))[:, None], -1), axis=0)
+        sent = np.where(senders >= 0, np.take_along_axis(moved, np.maximum(senders, 0), axis=0), 0)
+        in_flight = np.concatenate((np.zeros_like(sent[:1]), sent[:-1]))
+        if self._problem.num_microbatches > 1:
+            in_flight = np.maximum(in_flight, moved)
+        always += NUM_RING_BUFFERS * parts["moved"].max(axis=0)
+        ring = NUM_RING_BUFFERS * parts["host_grads"][inner].max(axis=0)
+        stored = ring + self._embed[1] * (parts["host_grads"][0] > 0)
+        waiting, edge, kept = parts["waiting"], parts["waiting"][-1], parts["kept"][inner].cumsum(axis=0)
+        ahead, later = (parts[name][::-1].cumsum(axis=0)[::-1] for name in ("waiting", "later"))  # it and all behind it
+        before = kept - parts["kept"][inner]
+        forward = (
+            later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner] + in_flight
+        )
+        behind = ahead[inner] - edge
+        backward = behind + kept + self._backward + parts["workspace"][inner] + ring + edge
+        positions = [
+            later[0] + stored + self._embed[0],
+            forward.max(axis=0),
+            kept[-1] + self._head + edge + sent[-1],
+            backward.max(axis=0),
+            ahead[1] - edge + self._embed[0] + waiting[0] + ring + edge + self._embed[1],
+        ]
+        peak = always + np.maximum.reduce(positions)
+        hardware, host = self._problem.hardware, parts["host"].sum(axis=0)
+        nvme, staging = self._sum_nvme(parts, depths)
+        host = host + staging + (peak if self._problem.device_is_host else 0)
+        limit = hardware.nvme_bytes if self._problem.allow_nvme else 0
+        missing = np.maximum(peak - hardware.device_memory_bytes, 0) + np.maximum(host - hardware.host_memory_bytes, 0)
+        missing = missing + np.maximum(nvme - limit, 0)
+        return peak, missing
+
+    def fits(self, many: Sequence[Decisions]) -> np.ndarray:
+        """Return which plans fit in every tier."""
+        return self.measure(many)[1] == 0
+
+    def _describe(self, u: int, plan: UnitPlan) -> list[int]:
+        problem, unit = self._problem, self._units[u]
+        part, spilled = work_out(problem, unit, plan), moved_bytes(problem, unit, plan, (NVME,))
+        values = [getattr(part, name) for name in PART_FIELDS]
+        lives = align(unit.weight_bytes) * (plan.weights == NVME), align(unit.state_bytes) * (plan.states == NVME)
+        on_cpu = [size * (plan.update == CPU) for size in lives]
+        return [*values, *lives, *on_cpu, max(spilled, default=0), sum(spilled)]
+
+    def _sum_nvme(self, parts: dict[str, np.ndarray], depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of files on NVMe, two more of the largest included, and of staging buffers in the host."""
+        weights, states, largest, both = (parts[name] for name in NVME_FIELDS if not name.startswith("cpu"))
+        on_cpu = parts["cpu_weights"], parts["cpu_states"]
+        files = np.concatenate((weights, states, largest)).max(axis=0)
+        num_bytes = (weights + states + both).sum(axis=0) + NUM_WRITERS * files
+        on_device = (weights - on_cpu[0]).max(axis=0), (states - on_cpu[1]).max(axis=0)
+        staging = depths * weights.max(axis=0) + on_cpu[0].max(axis=0) + on_cpu[1].max(axis=0)
+        staging += NUM_RING_BUFFERS * (on_device[0] + 2 * on_device[1] + largest.max(axis=0) + both.max(axis=0))
+        return num_bytes, staging
