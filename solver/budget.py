@@ -80,15 +80,15 @@ def _device_always(draft: Draft) -> Affine:
 
 
 def _add_offload(draft: Draft) -> Affine:
-    """Add the size of a block's largest offload, which is also that of a fetch buffer."""
-    problem, moved, users = draft.problem, [], []
+    """Add the size of a block's largest offload of one chunk, which is also that of a fetch buffer."""
+    problem, moved, users, share = draft.problem, [], [], 1 / draft.problem.num_microbatches
     for u in range(1, len(draft.choices) - 1):
         unit, choice = problem.units[u], draft.choices[u]
-        moved.append(_moved(draft, u, AWAY))
-        users.append((choice.boundary(lambda place: place in AWAY), draft.size(boundary_bytes(problem, unit))))
+        moved.append(_moved(draft, u, AWAY) * share)
+        users.append((choice.boundary(lambda place: place in AWAY), draft.size(boundary_bytes(problem, unit)) * share))
         for point in range(1, len(unit.points)):
             user = choice.keep(lambda keep, point=point: keep.point == point and keep.place in AWAY)  # type: ignore[misc]
-            users.append((user, draft.size(residual_bytes(problem, unit, point))))
+            users.append((user, draft.size(residual_bytes(problem, unit, point)) * share))
     largest = add_largest(draft.model, moved)
     if largest.terms:
         draft.model.add_at_least(largest, add_buffer(draft.model, users))
@@ -97,11 +97,16 @@ def _add_offload(draft: Draft) -> Affine:
 
 def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     problem, units, last = draft.problem, draft.problem.units, len(draft.choices) - 1
-    grads = [pick_lane(draft, u, grads=DEVICE) * draft.size(align(unit.grad_bytes)) for u, unit in enumerate(units)]
+    num = problem.num_microbatches
+    sizes = [draft.size(align(unit.grad_bytes)) for unit in units]
+    grads = [pick_lane(draft, u, grads=DEVICE) * size for u, size in enumerate(sizes)]
+    at_once = [pick_lane(draft, u, weights=DEVICE, states=DEVICE) * size for u, size in enumerate(sizes)]
+    later = [grads[u] - at_once[u] for u in range(last + 1)]
     kept = [_moved(draft, u, (DEVICE,)) for u in range(last + 1)]
     kept_before = _add_running_sums(draft, kept)
     grads_before = _add_running_sums(draft, grads)
-    all_grads = grads_before[-1]
+    later_before = _add_running_sums(draft, later)
+    all_grads, all_later = grads_before[-1], later_before[-1]
     inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
     work = [_workspace(draft, u) for u in range(last + 1)]
     edge_sums = [draft.size(sum_bytes(unit)) for unit in (problem.embed, problem.head)]
@@ -110,15 +115,15 @@ def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     stores = [(pick_lane(draft, u, grads=HOST), draft.size(align(x.grad_bytes))) for u, x in enumerate(units)]
     ring = add_buffer(draft.model, stores[1:-1]) * NUM_RING_BUFFERS
 
-    positions = [all_grads + work[0] + ring + stores[0][0] * edge_sums[0] + inputs[1]]
+    positions = [all_later + work[0] + ring + stores[0][0] * edge_sums[0] + inputs[1]]
     for u in range(1, last):
-        own = work[u] + _residuals(draft, u) + (inputs[u] + inputs[u + 1])
-        positions.append(own + (all_grads - grads_before[u]) + kept_before[u] + offload)
+        own = work[u] + _residuals(draft, u, (DEVICE,)) + _residuals(draft, u, AWAY) * (1 / num)
+        positions.append(own + (inputs[u] + inputs[u + 1]) + (all_later - later_before[u]) + kept_before[u] + offload)
     one_more = draft.size(align(problem.head.boundary_bytes))
     positions.append(work[last] + kept_before[last] + edge + offload + (inputs[last] + one_more + edge_sums[1] + tied))
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
-        flow = draft.size(problem.num_microbatches * cotangent + align(units[u].boundary_bytes))
+        flow = draft.size(num * cotangent + align(units[u].boundary_bytes))
         waiting = grads_before[last] - grads_before[u]
         sums = draft.size(chunk_sum_bytes(problem, units[u]))
         positions.append(work[u] + waiting + kept_before[u + 1] + edge + ring + (flow + sums + tied))
@@ -144,11 +149,11 @@ def _workspace(draft: Draft, u: int) -> Affine:
     return draft.choices[u].keep(lambda keep: draft.size(points[keep.point].workspace_bytes))
 
 
-def _residuals(draft: Draft, u: int, places: tuple[str, ...] | None = None) -> Affine:
+def _residuals(draft: Draft, u: int, places: tuple[str, ...]) -> Affine:
     problem, unit = draft.problem, draft.problem.units[u]
 
     def size(keep: Keep) -> float:
-        return draft.size(residual_bytes(problem, unit, keep.point)) if places is None or keep.place in places else 0.0
+        return draft.size(residual_bytes(problem, unit, keep.point)) if keep.place in places else 0.0
 
     return draft.choices[u].keep(size)
 

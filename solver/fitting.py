@@ -65,12 +65,7 @@ class Fitter:
         always += np.minimum(depths, (slots > 0).sum(axis=0)) * slots.max(axis=0)
         always += np.maximum(parts["slot"][0], parts["slot"][-1])
         always += np.minimum(NUM_RING_BUFFERS, (visits > 0).sum(axis=0)) * visits.max(axis=0)
-        moved = parts["moved"][inner]
-        senders = np.maximum.accumulate(np.where(moved > 0, np.arange(len(moved))[:, None], -1), axis=0)
-        sent = np.where(senders >= 0, np.take_along_axis(moved, np.maximum(senders, 0), axis=0), 0)
-        in_flight = np.concatenate((np.zeros_like(sent[:1]), sent[:-1]))
-        if self._problem.num_microbatches > 1:
-            in_flight = np.maximum(in_flight, moved)
+        offload = parts["moved"][inner].max(axis=0)
         always += NUM_RING_BUFFERS * parts["moved"].max(axis=0)
         ring = NUM_RING_BUFFERS * parts["host_grads"][inner].max(axis=0)
         stored = ring + self._embed[1] * (parts["host_grads"][0] > 0)
@@ -78,14 +73,14 @@ class Fitter:
         ahead, later = (parts[name][::-1].cumsum(axis=0)[::-1] for name in ("waiting", "later"))  # it and all behind it
         before = kept - parts["kept"][inner]
         forward = (
-            later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner] + in_flight
+            later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner] + offload
         )
         behind = ahead[inner] - edge
         backward = behind + kept + self._backward + parts["workspace"][inner] + ring + edge
         positions = [
             later[0] + stored + self._embed[0],
             forward.max(axis=0),
-            kept[-1] + self._head + edge + sent[-1],
+            kept[-1] + self._head + edge + offload,
             backward.max(axis=0),
             ahead[1] - edge + self._embed[0] + waiting[0] + ring + edge + self._embed[1],
         ]

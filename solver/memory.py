@@ -144,15 +144,13 @@ class Accountant:
         waiting = sum(part.later for part in parts)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
         stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
-        kept = offload = 0
+        offload, kept = max(part.moved for part in blocks), 0
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
         waiting -= parts[0].later
         for i, part in enumerate(blocks):
             own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
-            # Of the block before that sent something away, or of this block's chunk before.
-            yield self._forward_at[i], waiting + kept + own + max(offload, part.moved if num > 1 else 0)
-            offload = part.moved or offload
+            yield self._forward_at[i], waiting + kept + own + offload
             waiting -= part.later
             kept += part.kept
 
