@@ -216,8 +216,9 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
         choice = draft.choices[k]
         bytes_of = {keep: size(residual_bytes(problem, units[k], keep.point)) for keep, _ in choice.keeps}
         boundary = size(boundary_bytes(problem, units[k]))
-        moved = [(count, boundary) for place, count in choice.boundaries if place in AWAY]
-        moved += [(count, bytes_of[keep]) for keep, count in choice.keeps if keep.place in AWAY]
+        num = problem.num_microbatches  # one chunk is on its way at a time
+        moved = [(count, boundary / num) for place, count in choice.boundaries if place in AWAY]
+        moved += [(count, bytes_of[keep] / num) for keep, count in choice.keeps if keep.place in AWAY]
         away += [_some(draft, count, len(kinds[k].members)) * num_bytes for count, num_bytes in moved]
         kept.append(choice.boundary(lambda place, b=boundary: b if place == DEVICE else 0.0))  # type: ignore[misc]
         kept.append(choice.keep(lambda keep, b=bytes_of: b[keep] if keep.place == DEVICE else 0.0))  # type: ignore[misc]
@@ -234,6 +235,7 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
     ring = NUM_RING_BUFFERS * grad_buffer
     everything = total(kept)
     waiting = [pick_lane(draft, k, grads=DEVICE) * grads[k] for k in range(last + 1)]
+    later = [waiting[k] - pick_lane(draft, k, weights=DEVICE, states=DEVICE) * grads[k] for k in range(last + 1)]
     sums = [size(sum_bytes(unit) if k in (0, last) else chunk_sum_bytes(problem, unit)) for k, unit in enumerate(units)]
     tied = size(sum_bytes(problem.embed)) if problem.tied else 0.0
     work = [size(min(point.workspace_bytes for point in unit.points)) for unit in units]
@@ -242,8 +244,8 @@ def _add_memory(draft: Draft, kinds: Sequence[_Group]) -> None:
     least_input, least_work = min(inputs[1:last]), min(work[1:last])
     one_more = size(align(units[last].boundary_bytes))
     positions = [
-        total(waiting) + work[0] + ring + to_host[0] * sums[0] + least_input,
-        total(waiting[1:]) + offload + 2 * min(inputs[1:]) + least_work,
+        total(later) + work[0] + ring + to_host[0] * sums[0] + least_input,
+        total(later[1:]) + offload + 2 * min(inputs[1:]) + least_work,
         everything + waiting[last] + offload + inputs[last] + one_more + work[last] + sums[last] + tied,
         everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
         total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
