@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,13 +52,13 @@ def measure_machine(
     host = allocate_slab(size, pin=device.type == "cuda", name="link test")
     other = allocate_slab(size, pin=device.type == "cuda", name="link test back")
     memcpy_gbs = size / timer.median_ms(lambda: other.copy_(host)) / 1e6
-    quiet_gbs = h2d_gbs = d2h_gbs = memcpy_gbs
-    host_memory_gbs, slowdown = 2 * memcpy_gbs, 1.0
+    quiet_gbs, slowdown = 0.0, 1.0
+    mix = Rates(memcpy_gbs, memcpy_gbs, 2 * memcpy_gbs, 0.0)
     if device.type == "cuda":
-        both = _copy_both_ways(device, host, other)
-        quiet_gbs = size / timer.median_ms(both) / 1e6
-        h2d_gbs, host_memory_gbs, slowdown = _measure_mix(device, both, size, cpu_update, cpu_update_bytes)
-        d2h_gbs = h2d_gbs = min(h2d_gbs, quiet_gbs)
+        quiet = _measure_mix(device, host, other, None, 0)
+        mix = _measure_mix(device, host, other, cpu_update, cpu_update_bytes)
+        quiet_gbs = max(mix.h2d_gbs, min(quiet.h2d_gbs, quiet.d2h_gbs))
+        slowdown = max(1.0, 1 / (mix.updates_s * _time_alone_s(cpu_update)))
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir) if spill_dir is not None else (1.0, 1.0)
     return Hardware(
@@ -66,71 +66,78 @@ def measure_machine(
         device_memory_bytes=limits["device"],
         host_memory_bytes=limits["host"],
         nvme_bytes=limits.get("nvme", 0),
-        h2d_gbs=h2d_gbs,
-        d2h_gbs=d2h_gbs,
+        h2d_gbs=mix.h2d_gbs,
+        d2h_gbs=mix.d2h_gbs,
         nvme_read_gbs=read_gbs,
         nvme_write_gbs=write_gbs,
-        host_memory_gbs=host_memory_gbs,
+        host_memory_gbs=mix.host_memory_gbs,
         copy_latency_ms=timer.median_ms(lambda: tiny.copy_(host[:256], non_blocking=True)),
         matmul_tflops=_matmul_tflops(device, timer),
         device_memory_gbs=2 * memcpy_gbs if device.type == "cpu" else _device_memory_gbs(device, timer),
         cpu_update_gparams_s=update_gparams_s[0] / slowdown,
         device_update_gparams_s=update_gparams_s[1],
         is_estimate=False,
-        quiet_link_gbs=quiet_gbs if device.type == "cuda" else 0.0,
+        quiet_link_gbs=quiet_gbs,
     )
 
 
-def _copy_both_ways(device: torch.device, host: Tensor, back: Tensor) -> Callable[[], None]:
-    """Return a function that queues a copy in each direction, side by side."""
-    target = torch.empty_like(host, device=device)
-    source = torch.empty_like(back, device=device)
-    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+class Rates(NamedTuple):
+    """GB/s of the link by direction while both are busy, and of the host's memory; updates a second on the CPU."""
 
-    def both() -> None:
-        with torch.cuda.stream(inward):
-            target.copy_(host, non_blocking=True)
-        with torch.cuda.stream(outward):
-            back.copy_(source, non_blocking=True)
-
-    return both
+    h2d_gbs: float
+    d2h_gbs: float
+    host_memory_gbs: float
+    updates_s: float
 
 
-def _measure_mix(
-    device: torch.device, copies: Callable[[], None], copied_bytes: int, update: Callable[[], None], update_bytes: int
-) -> tuple[float, float, float]:
-    """Measure copies both ways and the CPU's update at once.
-
-    Returns:
-        The link's GB/s each way, what the host's memory moves, and how many times longer an update takes than alone.
-    """
+def _time_alone_s(update: Callable[[], None]) -> float:
     update()
     start_s = time.perf_counter()
     for _ in range(MIX_ALONE):
         update()
-    alone_s = (time.perf_counter() - start_s) / MIX_ALONE
-    stopped, rounds = threading.Event(), 0
+    return (time.perf_counter() - start_s) / MIX_ALONE
 
-    def copy_on() -> None:
-        nonlocal rounds
-        while not stopped.is_set():
-            for _ in range(2):
-                copies()
-            torch.cuda.synchronize(device)
-            rounds += 2
 
-    thread = threading.Thread(target=copy_on, name="link load")
-    start_s, updates = time.perf_counter(), 0
-    thread.start()
-    while time.perf_counter() - start_s < MIX_S:
+def _measure_mix(
+    device: torch.device, host: Tensor, back: Tensor, update: Callable[[], None] | None, update_bytes: int
+) -> Rates:
+    """Measure copies in both directions, each on its own as fast as it can, beside the CPU's update (None: without).
+
+    The device's reads of the host's memory lose most to an update, its writes next to nothing.
+    """
+    pairs = [(torch.empty_like(host, device=device), host), (back, torch.empty_like(back, device=device))]
+    torch.cuda.synchronize(device)
+    stopped, counts = threading.Event(), [0, 0]
+
+    def copy_on(direction: int) -> None:
+        stream = torch.cuda.Stream(device)
+        target, source = pairs[direction]
+        with torch.cuda.stream(stream):
+            while not stopped.is_set():
+                for _ in range(2):
+                    target.copy_(source, non_blocking=True)
+                stream.synchronize()
+                counts[direction] += 2
+
+    threads = [threading.Thread(target=copy_on, args=(i,), name="link load") for i in range(2)]
+    if update is not None:
         update()
-        updates += 1
+    start_s, updates = time.perf_counter(), 0
+    for thread in threads:
+        thread.start()
+    while time.perf_counter() - start_s < MIX_S:
+        if update is None:
+            time.sleep(MIX_S / 20)
+        else:
+            update()
+            updates += 1
     stopped.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
     elapsed_s = time.perf_counter() - start_s
-    link_gbs = rounds * copied_bytes / elapsed_s / 1e9
-    memory_gbs = 2 * link_gbs + updates * update_bytes / elapsed_s / 1e9
-    return link_gbs, memory_gbs, max(1.0, elapsed_s / updates / alone_s)
+    size = host.numel() * host.element_size()
+    inward, outward = (count * size / elapsed_s / 1e9 for count in counts)
+    return Rates(inward, outward, inward + outward + updates * update_bytes / elapsed_s / 1e9, updates / elapsed_s)
 
 
 def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:
