@@ -1,7 +1,8 @@
 """Exact match of a training state: greedy generation through the trainer's own weights, then scoring.
 
 Texts are written as they are made, beside the file of samples. After a kill they are read again, if weights, problems
-and settings are the same, and only the batches that are missing are generated.
+and settings are the same, and only the batches that are missing are generated. Beside finished samples lies what they
+answer, so that a resumed run can tell whether the score before training is one of the same problems.
 """
 
 import hashlib
@@ -42,9 +43,7 @@ def evaluate(
         samples_path.with_name(samples_path.name + ".texts"),
         header={
             "weights": digest_weights(state),
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-            "stop_ids": list(job.special.stop_ids),
-            "max_new_tokens": job.settings.max_new_tokens,
+            **describe_task(job, prompts),
             "batch_size": size,
             "dtype": str(engine.dtype),
         },
@@ -70,9 +69,36 @@ def evaluate(
             made_file.write(texts)
             bar.advance(len(made))
     result = score(rows, texts)
+    task_path(samples_path).unlink(missing_ok=True)
     write_samples(samples_path, result.samples)
+    task_path(samples_path).write_text(json.dumps(describe_task(job, prompts)) + "\n", encoding="utf-8")
     made_file.remove()
     return result
+
+
+def recall(job: Job, samples_path: Path) -> Score | None:
+    """Return the score that `evaluate` once wrote to `samples_path`; None if none, or of other problems or settings."""
+    prompts = encode_questions(job.held_out, job.tokenizer, job.special, job.prompt)
+    samples = _read_lines(samples_path)
+    if not job.held_out or len(samples) != len(job.held_out):
+        return None
+    if _read_lines(task_path(samples_path)) != [describe_task(job, prompts)]:
+        return None
+    return score(job.held_out, [sample["text"] for sample in samples])
+
+
+def describe_task(job: Job, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what is asked and how long an answer may be: two scores compare only where this is the same."""
+    return {
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "stop_ids": list(job.special.stop_ids),
+        "max_new_tokens": job.settings.max_new_tokens,
+    }
+
+
+def task_path(samples_path: Path) -> Path:
+    """Return the file that says what finished samples answer."""
+    return samples_path.with_name(samples_path.name + ".task")
 
 
 def digest_weights(state: TrainState) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +27,13 @@ from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
-from lazytrain.recipes.evaluation import evaluate
+from lazytrain.recipes.evaluation import evaluate, recall, task_path
 from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
 from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
+from lazytrain.recipes.resuming import run_meta
+from lazytrain.recipes.scoring import Score
 from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
 from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
@@ -113,9 +115,7 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
     bound.checkpoint_bytes = sum(unit.weight_bytes + unit.state_bytes for unit in planned.problem.units)
     with open_trackers(options, first_step=state.step, config=effective_values(options)) as trackers:
-        before = None
-        if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
-            before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
+        before = score_before(state, job, options, stop, say)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         state, spans = train(options, job, step, state, stop, trackers)
@@ -229,21 +229,20 @@ def start(options: Options, job: Job, step: TrainStep, say: Callable[[str], None
         return step.init(job.model_dir.read, seed=options.seed, progress=lambda name: bar.advance())
 
 
-def run_meta(options: Options, job: Job) -> dict[str, Any]:
-    """Return what must agree for a checkpoint to be resumed: everything that shapes the course of the training."""
-    return {
-        "seed": options.seed,
-        "batch_size": job.settings.batch_size,
-        "num_steps": job.num_steps,
-        "packing": options.packing,
-        "num_rows": len(job.stream.encoded),
-        "num_tokens": job.stream.encoded.report.num_tokens,
-        "lr": job.settings.lr,
-        "num_warmup_steps": job.num_warmup_steps,
-        "weight_decay": job.settings.weight_decay,
-        "max_grad_norm": options.max_grad_norm,
-        "betas": list(job.settings.betas),
-    }
+def score_before(
+    state: TrainState, job: Job, options: Options, stop: GracefulStop, say: Callable[[str], None]
+) -> Score | None:
+    """Return the exact match before training: measured at step 0 if that is wanted, else what was measured then."""
+    path = options.out / "samples_before.jsonl"
+    if state.step > 0:
+        score = recall(job, path)
+        if score is None and task_path(path).exists():
+            say(f"the score before training is left out: {path} has other problems, or answers of another length")
+        return score
+    if options.eval_before if options.eval_before is not None else options.model is not None:
+        return evaluate(state, job, options, "before training", path, stop)
+    task_path(path).unlink(missing_ok=True)  # of an earlier run in this directory
+    return None
 
 
 def train(
