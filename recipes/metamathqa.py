@@ -34,6 +34,7 @@ from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcom
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
 from lazytrain.recipes.resuming import run_meta
 from lazytrain.recipes.scoring import Score
+from lazytrain.recipes.software_checks import BFLOAT16_CAPABILITY
 from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
 from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
@@ -146,7 +147,7 @@ def try_run(options: Options, say: Callable[[str], None]) -> str:
 def set_up(options: Options, say: Callable[[str], None]) -> Setup:
     """Read model and data, check where the model will be written, profile and plan."""
     job = prepare(options, say)
-    device, dtype = choose_device(options)
+    device, dtype = choose_device(options, say)
     plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
     optimizer = make_optimizer(options, job)
     programs = make_programs(options, device)
@@ -156,10 +157,22 @@ def set_up(options: Options, say: Callable[[str], None]) -> Setup:
     return Setup(job, device, dtype, optimizer, programs, planned)
 
 
-def choose_device(options: Options) -> tuple[torch.device, torch.dtype]:
-    """Return where to compute and the dtype of the working weights."""
+def choose_device(options: Options, say: Callable[[str], None]) -> tuple[torch.device, torch.dtype]:
+    """Return where to compute and the dtype of the working weights; tell of a GPU without bfloat16 in hardware.
+
+    Raises:
+        ConfigError: --device cuda where torch finds no GPU.
+    """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    default = "bfloat16" if device.type == "cuda" and options.model is not None else "float32"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; lazytrain doctor says why. Or give --device cpu.")
+    default = "float32"
+    if device.type == "cuda" and options.model is not None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) >= BFLOAT16_CAPABILITY:
+            default = "bfloat16"
+        elif options.dtype is None:
+            say(f"dtype: float32, since a GPU of capability {major}.{minor} has no bfloat16 in hardware (8.0 and up)")
     return device, getattr(torch, options.dtype or default)
 
 

@@ -130,7 +130,7 @@ def run(options: Options, out: Path, stop: GracefulStop) -> Score | None:
     """Answer the rows and judge the answers; write `samples.jsonl` and `score.json` to `out`. None after a signal."""
     with stop.at_once():
         job = open_job(options)
-        device, dtype = choose_device(options)
+        device, dtype = choose_device(options, lambda line: print(line, file=sys.stderr))
         limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
         room_bytes = int(limits["device"] * WEIGHTS_SHARE)
         engine = FileEngine(job.model, job.model_dir, device, dtype, room_bytes)
@@ -201,7 +201,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Options, Path]:
     parser.add_argument("--prompt", choices=(*PROMPTS, "chat"), help="prompt style (default: metamath)")
     parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="where to write (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU that has it")
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill at most, for example 24GiB")
     add_evaluation(parser.add_argument_group("evaluation"), before=False)
     given = vars(parser.parse_args(arguments))

@@ -73,6 +73,11 @@ def test_quoted_messages_are_the_codes_own() -> None:
         "has no valid checkpoint",
         "can't start",
         "was saved with",
+        "since a GPU of capability",
+        "torch finds no GPU here",
+        "the score before training is left out",
+        "digest of the training rows",
+        "digest of the model's config",
     ):
         assert phrase in sources, phrase
         assert phrase in TROUBLE.read_text(), phrase
