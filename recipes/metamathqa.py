@@ -30,7 +30,7 @@ from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate, recall, task_path
 from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
-from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcome
+from lazytrain.recipes.outcome import Tier, describe_plan, describe_use, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
 from lazytrain.recipes.resuming import run_meta
 from lazytrain.recipes.scoring import Score
@@ -119,8 +119,11 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
         before = score_before(state, job, options, stop, say)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        state, spans = train(options, job, step, state, stop, trackers)
-        tiers = measure_tiers(planned, state.engine, device, before_bytes)
+        engine = state.engine
+        state, spans = train(
+            options, job, step, state, stop, trackers, lambda: measure_tiers(planned, engine, device, before_bytes)
+        )
+        tiers = measure_tiers(planned, engine, device, before_bytes)
         save_state(state, options.out, meta=run_meta(options, job))
         if stop.requested:
             say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
@@ -259,7 +262,13 @@ def score_before(
 
 
 def train(
-    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop, trackers: Trackers
+    options: Options,
+    job: Job,
+    step: TrainStep,
+    state: TrainState,
+    stop: GracefulStop,
+    trackers: Trackers,
+    measure_memory: Callable[[], Sequence[Tier]],
 ) -> tuple[TrainState, tuple[Span, ...]]:
     """Take the remaining steps; return the last state and the trace of one step."""
     spans: tuple[Span, ...] = ()
@@ -278,7 +287,8 @@ def train(
             trackers.log_row(metrics_file.write(metrics, counts, batch, num_params=num_params))
             if metrics.skipped:
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
-            bar.advance(note=describe_metrics(metrics, counts, num_params=num_params))
+            note = describe_metrics(metrics, counts, num_params=num_params)
+            bar.advance(note=f"{note}; memory: {describe_use(measure_memory())}")
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
                 save_state(state, options.out, meta=run_meta(options, job))
     return state, spans

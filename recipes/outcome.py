@@ -71,6 +71,12 @@ def measure_tiers(planned: Planned, engine: Engine, device: torch.device, host_b
     return tiers
 
 
+def describe_use(tiers: Sequence[Tier]) -> str:
+    """Return what is in use of each tier that somebody counts, for example "device 13.2 GiB, host 24.1 GiB"."""
+    used = [f"{tier.name} {format_bytes(tier.measured_bytes)}" for tier in tiers if tier.measured_bytes is not None]
+    return ", ".join(used)
+
+
 def write_outcome(
     out: Path,
     planned: Planned,
