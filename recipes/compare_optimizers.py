@@ -70,6 +70,7 @@ def finetune_task(options: argparse.Namespace, seed: int) -> Task:
         num_warmup_steps=job.num_warmup_steps,
         job=job,
         reference=job.model_dir.path if options.forward == "transformers" else None,
+        dtype=getattr(torch, options.dtype),
     )
 
 
@@ -109,6 +110,7 @@ def scratch_task(options: argparse.Namespace, seed: int) -> Task:
         lr=options.lr or 1e-3,
         weight_decay=0.1,
         num_warmup_steps=max(1, options.steps // 20),
+        dtype=getattr(torch, options.dtype),
     )
 
 
@@ -166,6 +168,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-limit", type=int, help="problems to answer; 0: none; default: all held-out ones")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_optimizers"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what the model computes in"
+    )
     parser.add_argument("--tiny", action="store_true", help="few steps of a small model")
     options = parser.parse_args(arguments)
     options.seeds = options.seeds or ([0, 1, 2] if options.command == "finetune" else [0])

@@ -7,6 +7,7 @@ answer, so that a resumed run can tell whether the score before training is one 
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def evaluate(
         },
     )
     texts = made_file.texts[: len(made_file.texts) // size * size]  # whole batches: others would be cut in other ones
+    start_s, num_tokens = time.perf_counter(), 0
     with progress_bar(f"exact match {label}", len(rows), unit="problems", initial=len(texts)) as bar:
         for first in range(len(texts), len(rows), size):
             if stop.requested:
@@ -67,7 +69,8 @@ def evaluate(
             )
             texts += [decode_response(job.tokenizer, job.special, tokens) for tokens in made]
             made_file.write(texts)
-            bar.advance(len(made))
+            num_tokens += sum(map(len, made))
+            bar.advance(len(made), note=f"{num_tokens / (time.perf_counter() - start_s):,.0f} tokens/s")
     result = score(rows, texts)
     task_path(samples_path).unlink(missing_ok=True)
     write_samples(samples_path, result.samples)

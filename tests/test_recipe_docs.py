@@ -11,8 +11,9 @@ from lazytrain.recipes.options import make_parser, parse_options
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RECIPE, TROUBLE = (DOCS / f"{name}.md" for name in ("recipe", "troubleshooting"))
-# Flags of the other commands, of docker, and a mistyped one.
+# Flags of the other commands and programs, of docker, and a mistyped one.
 OTHERS = {"--to", "--json", "--size", "--help", "--explain", "--hardware", "--batch", "--seq"}
+OTHERS |= {"--optimizers", "--forward", "--seeds"}
 FOREIGN = {"--gpus", "--ulimit", "--bach-size"}
 
 
