@@ -33,6 +33,7 @@ from lazytrain.errors import LazyTrainError
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.default_model import END_TOKEN, PAD_TOKEN, make_tokenizer
 from lazytrain.recipes.encoding import Encoded, encode_rows
+from lazytrain.recipes.failures import make_directory
 from lazytrain.recipes.options import parse_options
 from lazytrain.recipes.plain_training import KINDS, Outcome, Task, train
 from lazytrain.recipes.preparation import prepare
@@ -184,8 +185,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run all optimizers and seeds; return the exit code."""
     options, outcomes = parse(arguments), []
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
+        make_directory(options.out, "--out")
         for seed in options.seeds:
             task = (finetune_task if options.command == "finetune" else scratch_task)(options, seed)
             for kind in options.optimizers:

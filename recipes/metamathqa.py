@@ -28,6 +28,7 @@ from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate, recall, task_path
+from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
 from lazytrain.recipes.outcome import Tier, describe_plan, describe_use, measure_tiers, write_outcome
@@ -60,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with GracefulStop(bound.seconds) as stop, stop.at_once():
                 print(try_run(options, lambda line: print(line, file=sys.stderr, flush=True)), end="")
             return stop.exit_code
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_directory(options.out, "--out")
+        if options.spill_dir is not None:
+            make_directory(options.spill_dir, "--spill-dir")
         with RunLock(options.out), GracefulStop(bound.seconds) as stop:
             run(options, stop, bound)
         return stop.exit_code
     except (LazyTrainError, PlannerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
 
 

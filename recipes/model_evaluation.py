@@ -25,6 +25,7 @@ from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.evaluation import evaluate
+from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.metamathqa import choose_device
 from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size
 from lazytrain.recipes.preparation import Job, resolve_settings
@@ -122,20 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {kind}: {counts.exact_match:.1%} of {counts.total:,}")
         return 0
     except (LazyTrainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
 
 
 def run(options: Options, out: Path, stop: GracefulStop) -> Score | None:
     """Answer the rows and judge the answers; write `samples.jsonl` and `score.json` to `out`. None after a signal."""
     with stop.at_once():
+        make_directory(out, "--out")
         job = open_job(options)
         device, dtype = choose_device(options, lambda line: print(line, file=sys.stderr))
         limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
         room_bytes = int(limits["device"] * WEIGHTS_SHARE)
         engine = FileEngine(job.model, job.model_dir, device, dtype, room_bytes)
         state = TrainState(step=0, num_updates=0, seed=0, engine=cast(Engine, engine))
-        out.mkdir(parents=True, exist_ok=True)
     start_s = time.perf_counter()
     score = evaluate(state, job, options, f"of {options.model}", out / "samples.jsonl", stop)
     if score is None:

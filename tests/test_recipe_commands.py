@@ -132,6 +132,10 @@ def test_export_of_the_checkpoint_is_the_runs_own_model(out: Path, tmp_path: Pat
         (("eval", "--model", "{out}/model", "--data", "{tmp}/x.jsonl"), "x.jsonl"),
         (("train", "--config", "{tmp}/no.toml"), "no.toml"),
         (("train", "--wandb", "project"), "lazytrain[wandb]"),
+        (("train", "--out", "{out}/plan.json"), "--out {out}/plan.json is no directory to write in: a file has"),
+        (("train", "--out", "/proc/no/run"), "--out /proc/no/run is no directory to write in: /proc/no: No such"),
+        (("train", "--out", "{tmp}", "--spill-dir", "/proc/no"), "--spill-dir /proc/no is no directory to write in"),
+        (("eval", "--model", "{out}/model", "--data", "x.jsonl", "--out", "/proc/no"), "--out /proc/no is no"),
     ],
 )
 def test_a_mistake_gets_one_line_and_code_2(
@@ -145,6 +149,7 @@ def test_a_mistake_gets_one_line_and_code_2(
     monkeypatch.setattr("lazytrain.recipes.trackers.find_spec", lambda name: None)
     assert main([word.format(tmp=tmp_path, out=out) for word in arguments]) == 2
     error = capsys.readouterr().err
-    assert phrase in error
+    assert phrase.format(out=out) in error
+    assert "[Errno" not in error
     assert error.count("error:") == 1
     assert "Traceback" not in error

@@ -63,6 +63,7 @@ def test_quoted_messages_are_the_codes_own() -> None:
     for phrase in (
         "is not a directory. Give the directory of a model",
         "is in use by",
+        "is no directory to write in",
         "exists and is not an export of LazyTrain",
         "the C++ optimizer operator is not available",
         "torch.compile failed, so blocks run eagerly",
