@@ -27,7 +27,7 @@ from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.evaluation import evaluate
 from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.metamathqa import choose_device
-from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size
+from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size, parse_whole
 from lazytrain.recipes.preparation import Job, resolve_settings
 from lazytrain.recipes.prompts import PROMPTS, Prompt, get_prompt, load_tokenizer, read_special_tokens
 from lazytrain.recipes.rows import load_rows
@@ -198,7 +198,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Options, Path]:
     parser.add_argument("--query-field", help="column of the problem (default: query, question or instruction)")
     parser.add_argument("--response-field", help="column of the solution (default: response, answer or output)")
     parser.add_argument("--messages-field", help="column of a chat's turns (default: messages or conversations)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the rows of --eval-limit (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=parse_whole, default=0, help="draws the rows of --eval-limit (default: %(default)s)"
+    )
     parser.add_argument("--prompt", choices=(*PROMPTS, "chat"), help="prompt style (default: metamath)")
     parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="where to write (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
