@@ -29,7 +29,7 @@ from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate, recall, task_path
 from lazytrain.recipes.failures import describe_error, make_directory
-from lazytrain.recipes.metrics import MetricsFile, describe_metrics
+from lazytrain.recipes.metrics import MetricsFile, count_skipped, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
 from lazytrain.recipes.outcome import Tier, describe_plan, describe_use, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
@@ -275,7 +275,7 @@ def train(
 ) -> tuple[TrainState, tuple[Span, ...]]:
     """Take the remaining steps; return the last state and the trace of one step."""
     spans: tuple[Span, ...] = ()
-    first, num_params = state.step, job.model.num_params
+    first, num_params, num_skipped = state.step, job.model.num_params, 0
     with (
         MetricsFile(options.out / "metrics.jsonl", first_step=first) as metrics_file,
         progress_bar("training", job.num_steps, unit="steps", initial=first) as bar,
@@ -290,6 +290,7 @@ def train(
             trackers.log_row(metrics_file.write(metrics, counts, batch, num_params=num_params))
             if metrics.skipped:
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
+            num_skipped = count_skipped(num_skipped, metrics)
             note = describe_metrics(metrics, counts, num_params=num_params)
             bar.advance(note=f"{note}; memory: {describe_use(measure_memory())}")
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:

@@ -153,3 +153,19 @@ def test_a_mistake_gets_one_line_and_code_2(
     assert "[Errno" not in error
     assert error.count("error:") == 1
     assert "Traceback" not in error
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    flags = ("--device", "cpu", "--batch-size", "4", "--lr", "1e30", "--warmup-steps", "0", "--out", str(tmp_path))
+    assert main(["train", *flags, "--steps", "4", "--eval-limit", "0"]) == 0
+    assert "3 of 4 steps were skipped" in capsys.readouterr().out
+    outcome = json.loads((tmp_path / "outcome.json").read_text(), parse_constant=refuse)
+    assert outcome["num_skipped_steps"] == 3
+    assert main(["train", *flags, "--steps", "40", "--eval-limit", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "20 steps in a row were skipped" in error
+    assert "lower --lr" in error
+    assert "Traceback" not in error

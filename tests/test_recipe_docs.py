@@ -71,6 +71,7 @@ def test_quoted_messages_are_the_codes_own() -> None:
         "no column",
         "no end-of-sequence token",
         "step skipped",
+        "steps in a row were skipped",
         "Skipping a broken checkpoint",
         "has no valid checkpoint",
         "can't start",
