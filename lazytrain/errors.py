@@ -41,4 +41,4 @@ class StateConsumedError(LazyTrainError):
 
 
 class NonFiniteError(LazyTrainError):
-    """A gradient norm that is not finite, where the user asked for an error."""
+    """A gradient norm that is not finite, where the user asked for an error, or step after step."""

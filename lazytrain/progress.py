@@ -1,6 +1,8 @@
 """Progress of long work: a tqdm bar on a terminal, plain lines with rate and ETA elsewhere."""
 
+import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 PLAIN_INTERVAL_S = 10.0
+NARROWEST = 20  # columns: less is no width, but a terminal that tells none
 
 
 class Progress:
@@ -19,15 +22,18 @@ class Progress:
         self._done, self._initial, self._interval_s = initial, initial, interval_s
         self._start_s = self._last_s = time.perf_counter()
         self._bar = None
+        self._note = ""
+        self._notes: list[tqdm[object]] = []  # a line below the bar each
         if stream.isatty():
             self._bar = tqdm(total=total, initial=initial, desc=label, unit=unit, file=stream, dynamic_ncols=True)
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Count `count` more units of work; `note` stands at the end of the line."""
+        """Count `count` more units of work; `note` stands below the bar, or at the end of the line."""
         self._done += count
+        self._note = note
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(count)
+            if self._bar.update(count):  # drawn now, and not too soon after the last time
+                self._show()
             return
         now_s = time.perf_counter()
         if now_s - self._last_s >= self._interval_s or self._done == self._total:
@@ -42,9 +48,22 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar; it stays on the screen, as its last note does."""
         if self._bar is not None:
-            self._bar.close()
+            self._show()
+            for line in (self._bar, *self._notes):
+                line.close()
+
+    def _show(self) -> None:
+        """Write the note below the bar, on as many lines as the terminal's width needs."""
+        width = _columns(self._stream)
+        lines = textwrap.wrap(self._note, width - 1, break_on_hyphens=False)
+        while len(self._notes) < len(lines):
+            below = len(self._notes) + 1
+            self._notes.append(tqdm(bar_format="{desc}", position=below, file=self._stream, ncols=width, leave=True))
+        for index, row in enumerate(self._notes):
+            row.ncols = width
+            row.set_description_str(lines[index] if index < len(lines) else "")
 
     def _line(self, now_s: float, note: str) -> str:
         elapsed_s = now_s - self._start_s
@@ -52,6 +71,14 @@ class Progress:
         eta = duration((self._total - self._done) / rate) if rate > 0 else "?"
         head = f"{self._label} {self._done}/{self._total} {self._unit}, {rate:.3g} {self._unit}/s, ETA {eta}"
         return f"{head}, {note}" if note else head
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        width = 0
+    return width if width >= NARROWEST else 80
 
 
 @contextmanager

@@ -11,8 +11,10 @@ training loss, held-out loss, exact match. `scratch`: a model of 34M parameters 
     8bit, 8bit-24   Adam8bit on bf16 parameters: 8-bit states, master of 32 or 24 bits
     bitsandbytes, torchao       their 8-bit AdamW on fp32 masters, where they can be imported
 
-Plain PyTorch on one device: loss by autograd through the model's blocks, mean over the step's target tokens, the norm
-clipped to 1. `--tiny` is a smoke test.
+Plain PyTorch on one device: loss by autograd through the model's blocks (with --forward transformers: that library's
+model), mean over the step's target tokens, the norm clipped to 1. `finetune` takes the recipe's rows in the recipe's
+order, so that `finetune --optimizers torch --forward transformers` is the main recipe by other code: `losses` in
+OUT/finetune.json beside the recipe's metrics.jsonl. `--tiny` is a smoke test.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from lazytrain.errors import LazyTrainError
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.default_model import END_TOKEN, PAD_TOKEN, make_tokenizer
 from lazytrain.recipes.encoding import Encoded, encode_rows
+from lazytrain.recipes.failures import make_directory
 from lazytrain.recipes.options import parse_options
 from lazytrain.recipes.plain_training import KINDS, Outcome, Task, train
 from lazytrain.recipes.preparation import prepare
@@ -49,9 +52,11 @@ SCRATCH_ROWS = 40_000  # more, or more held-out ones, and the generator runs out
 def finetune_task(options: argparse.Namespace, seed: int) -> Task:
     """Prepare a fine-tuning run as the main recipe does."""
     arguments = ["--out", str(options.out), "--seed", str(seed), "--batch-size", str(options.batch_size)]
-    for name in ("model", "data", "eval_data", "steps", "epochs", "lr"):
+    for name in ("model", "data", "eval_data", "steps", "epochs", "lr", "max_tokens"):
         if (value := getattr(options, name)) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(value)]
+    if options.packing:
+        arguments.append("--packing")
     job = prepare(parse_options(arguments), print)
     max_tokens = job.settings.max_tokens
     encoded = encode_rows(job.held_out, job.tokenizer, job.special, job.prompt, max_tokens=max_tokens)
@@ -65,6 +70,8 @@ def finetune_task(options: argparse.Namespace, seed: int) -> Task:
         weight_decay=job.settings.weight_decay,
         num_warmup_steps=job.num_warmup_steps,
         job=job,
+        reference=job.model_dir.path if options.forward == "transformers" else None,
+        dtype=getattr(torch, options.dtype),
     )
 
 
@@ -104,6 +111,7 @@ def scratch_task(options: argparse.Namespace, seed: int) -> Task:
         lr=options.lr or 1e-3,
         weight_decay=0.1,
         num_warmup_steps=max(1, options.steps // 20),
+        dtype=getattr(torch, options.dtype),
     )
 
 
@@ -154,10 +162,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: one epoch (finetune), 2000 (scratch)")
     parser.add_argument("--epochs", type=float)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, help="finetune: longest row (default: the recipe's)")
+    parser.add_argument("--packing", action="store_true", help="finetune: several samples a row, as the recipe packs")
+    parser.add_argument("--forward", choices=("blocks", "transformers"), default="blocks", help="finetune: whose model")
     parser.add_argument("--lr", type=float, help="default: 2e-5 for a model, 1e-3 from scratch")
     parser.add_argument("--eval-limit", type=int, help="problems to answer; 0: none; default: all held-out ones")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_optimizers"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what the model computes in"
+    )
     parser.add_argument("--tiny", action="store_true", help="few steps of a small model")
     options = parser.parse_args(arguments)
     options.seeds = options.seeds or ([0, 1, 2] if options.command == "finetune" else [0])
@@ -171,8 +185,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run all optimizers and seeds; return the exit code."""
     options, outcomes = parse(arguments), []
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
+        make_directory(options.out, "--out")
         for seed in options.seeds:
             task = (finetune_task if options.command == "finetune" else scratch_task)(options, seed)
             for kind in options.optimizers:

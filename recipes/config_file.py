@@ -42,6 +42,8 @@ def apply_config(parser: argparse.ArgumentParser, path: Path) -> None:
     seen: dict[str, str] = {}
     for key, value in read_config(path).items():
         name = str(key).replace("_", "-")
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: {key!r} is a table. Write settings at the top, each on a line: lr = 1e-5")
         if name not in actions:
             raise ConfigError(f"{path}: unknown key {key!r}{suggest(name, actions) or '; see lazytrain train --help'}")
         if name in seen:

@@ -1,5 +1,6 @@
 """Encode rows into one flat array of tokens, and report what had to be dropped and how long the samples are."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lazytrain.recipes.prompts import Example, Prompt, SpecialTokens, encode_exa
 from lazytrain.recipes.rows import Row
 
 PERCENTILES = (50, 90, 99, 100)
+DIGEST_LETTERS = 16
 _CHUNK_ROWS = 1024
 _NO_TARGET = "with a prompt that fills the whole length"
 _TOO_LONG = "too long"
@@ -91,6 +93,14 @@ class Encoded:
         if self.trained is not None:
             counts = np.array([self.trained_of(i)[1:].sum() for i in range(len(self))], dtype=np.int64)
         return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of the samples and of what of them is trained: two of one digest train alike."""
+        digest = hashlib.sha256()
+        for values in (self.tokens, self.offsets, self.prompt_lengths, self.trained):
+            digest.update(b"none" if values is None else np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()[:DIGEST_LETTERS]
 
     def trained_of(self, index: int) -> NDArray[np.bool_]:
         """Return which tokens of one sample are trained, bool (its length)."""

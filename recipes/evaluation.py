@@ -1,11 +1,13 @@
 """Exact match of a training state: greedy generation through the trainer's own weights, then scoring.
 
 Texts are written as they are made, beside the file of samples. After a kill they are read again, if weights, problems
-and settings are the same, and only the batches that are missing are generated.
+and settings are the same, and only the batches that are missing are generated. Beside finished samples lies what they
+answer, so that a resumed run can tell whether the score before training is one of the same problems.
 """
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,14 +44,13 @@ def evaluate(
         samples_path.with_name(samples_path.name + ".texts"),
         header={
             "weights": digest_weights(state),
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-            "stop_ids": list(job.special.stop_ids),
-            "max_new_tokens": job.settings.max_new_tokens,
+            **describe_task(job, prompts),
             "batch_size": size,
             "dtype": str(engine.dtype),
         },
     )
     texts = made_file.texts[: len(made_file.texts) // size * size]  # whole batches: others would be cut in other ones
+    start_s, num_tokens = time.perf_counter(), 0
     with progress_bar(f"exact match {label}", len(rows), unit="problems", initial=len(texts)) as bar:
         for first in range(len(texts), len(rows), size):
             if stop.requested:
@@ -68,11 +69,39 @@ def evaluate(
             )
             texts += [decode_response(job.tokenizer, job.special, tokens) for tokens in made]
             made_file.write(texts)
-            bar.advance(len(made))
+            num_tokens += sum(map(len, made))
+            bar.advance(len(made), note=f"{num_tokens / (time.perf_counter() - start_s):,.0f} tokens/s")
     result = score(rows, texts)
+    task_path(samples_path).unlink(missing_ok=True)
     write_samples(samples_path, result.samples)
+    task_path(samples_path).write_text(json.dumps(describe_task(job, prompts)) + "\n", encoding="utf-8")
     made_file.remove()
     return result
+
+
+def recall(job: Job, samples_path: Path) -> Score | None:
+    """Return the score that `evaluate` once wrote to `samples_path`; None if none, or of other problems or settings."""
+    prompts = encode_questions(job.held_out, job.tokenizer, job.special, job.prompt)
+    samples = _read_lines(samples_path)
+    if not job.held_out or len(samples) != len(job.held_out):
+        return None
+    if _read_lines(task_path(samples_path)) != [describe_task(job, prompts)]:
+        return None
+    return score(job.held_out, [sample["text"] for sample in samples])
+
+
+def describe_task(job: Job, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what is asked and how long an answer may be: two scores compare only where this is the same."""
+    return {
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "stop_ids": list(job.special.stop_ids),
+        "max_new_tokens": job.settings.max_new_tokens,
+    }
+
+
+def task_path(samples_path: Path) -> Path:
+    """Return the file that says what finished samples answer."""
+    return samples_path.with_name(samples_path.name + ".task")
 
 
 def digest_weights(state: TrainState) -> str:

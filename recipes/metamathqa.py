@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +27,15 @@ from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
-from lazytrain.recipes.evaluation import evaluate
-from lazytrain.recipes.metrics import MetricsFile, describe_metrics
+from lazytrain.recipes.evaluation import evaluate, recall, task_path
+from lazytrain.recipes.failures import describe_error, make_directory
+from lazytrain.recipes.metrics import MetricsFile, count_skipped, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
-from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcome
+from lazytrain.recipes.outcome import Tier, describe_plan, describe_use, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
+from lazytrain.recipes.resuming import run_meta
+from lazytrain.recipes.scoring import Score
+from lazytrain.recipes.software_checks import BFLOAT16_CAPABILITY
 from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
 from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
@@ -57,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with GracefulStop(bound.seconds) as stop, stop.at_once():
                 print(try_run(options, lambda line: print(line, file=sys.stderr, flush=True)), end="")
             return stop.exit_code
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_directory(options.out, "--out")
+        if options.spill_dir is not None:
+            make_directory(options.spill_dir, "--spill-dir")
         with RunLock(options.out), GracefulStop(bound.seconds) as stop:
             run(options, stop, bound)
         return stop.exit_code
     except (LazyTrainError, PlannerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
 
 
@@ -113,13 +119,14 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
     bound.checkpoint_bytes = sum(unit.weight_bytes + unit.state_bytes for unit in planned.problem.units)
     with open_trackers(options, first_step=state.step, config=effective_values(options)) as trackers:
-        before = None
-        if (options.eval_before if options.eval_before is not None else options.model is not None) and state.step == 0:
-            before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
+        before = score_before(state, job, options, stop, say)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        state, spans = train(options, job, step, state, stop, trackers)
-        tiers = measure_tiers(planned, state.engine, device, before_bytes)
+        engine = state.engine
+        state, spans = train(
+            options, job, step, state, stop, trackers, lambda: measure_tiers(planned, engine, device, before_bytes)
+        )
+        tiers = measure_tiers(planned, engine, device, before_bytes)
         save_state(state, options.out, meta=run_meta(options, job))
         if stop.requested:
             say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
@@ -146,7 +153,7 @@ def try_run(options: Options, say: Callable[[str], None]) -> str:
 def set_up(options: Options, say: Callable[[str], None]) -> Setup:
     """Read model and data, check where the model will be written, profile and plan."""
     job = prepare(options, say)
-    device, dtype = choose_device(options)
+    device, dtype = choose_device(options, say)
     plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
     optimizer = make_optimizer(options, job)
     programs = make_programs(options, device)
@@ -156,10 +163,22 @@ def set_up(options: Options, say: Callable[[str], None]) -> Setup:
     return Setup(job, device, dtype, optimizer, programs, planned)
 
 
-def choose_device(options: Options) -> tuple[torch.device, torch.dtype]:
-    """Return where to compute and the dtype of the working weights."""
+def choose_device(options: Options, say: Callable[[str], None]) -> tuple[torch.device, torch.dtype]:
+    """Return where to compute and the dtype of the working weights; tell of a GPU without bfloat16 in hardware.
+
+    Raises:
+        ConfigError: --device cuda where torch finds no GPU.
+    """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    default = "bfloat16" if device.type == "cuda" and options.model is not None else "float32"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; lazytrain doctor says why. Or give --device cpu.")
+    default = "float32"
+    if device.type == "cuda" and options.model is not None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) >= BFLOAT16_CAPABILITY:
+            default = "bfloat16"
+        elif options.dtype is None:
+            say(f"dtype: float32, since a GPU of capability {major}.{minor} has no bfloat16 in hardware (8.0 and up)")
     return device, getattr(torch, options.dtype or default)
 
 
@@ -229,29 +248,34 @@ def start(options: Options, job: Job, step: TrainStep, say: Callable[[str], None
         return step.init(job.model_dir.read, seed=options.seed, progress=lambda name: bar.advance())
 
 
-def run_meta(options: Options, job: Job) -> dict[str, Any]:
-    """Return what must agree for a checkpoint to be resumed: everything that shapes the course of the training."""
-    return {
-        "seed": options.seed,
-        "batch_size": job.settings.batch_size,
-        "num_steps": job.num_steps,
-        "packing": options.packing,
-        "num_rows": len(job.stream.encoded),
-        "num_tokens": job.stream.encoded.report.num_tokens,
-        "lr": job.settings.lr,
-        "num_warmup_steps": job.num_warmup_steps,
-        "weight_decay": job.settings.weight_decay,
-        "max_grad_norm": options.max_grad_norm,
-        "betas": list(job.settings.betas),
-    }
+def score_before(
+    state: TrainState, job: Job, options: Options, stop: GracefulStop, say: Callable[[str], None]
+) -> Score | None:
+    """Return the exact match before training: measured at step 0 if that is wanted, else what was measured then."""
+    path = options.out / "samples_before.jsonl"
+    if state.step > 0:
+        score = recall(job, path)
+        if score is None and task_path(path).exists():
+            say(f"the score before training is left out: {path} has other problems, or answers of another length")
+        return score
+    if options.eval_before if options.eval_before is not None else options.model is not None:
+        return evaluate(state, job, options, "before training", path, stop)
+    task_path(path).unlink(missing_ok=True)  # of an earlier run in this directory
+    return None
 
 
 def train(
-    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop, trackers: Trackers
+    options: Options,
+    job: Job,
+    step: TrainStep,
+    state: TrainState,
+    stop: GracefulStop,
+    trackers: Trackers,
+    measure_memory: Callable[[], Sequence[Tier]],
 ) -> tuple[TrainState, tuple[Span, ...]]:
     """Take the remaining steps; return the last state and the trace of one step."""
     spans: tuple[Span, ...] = ()
-    first, num_params = state.step, job.model.num_params
+    first, num_params, num_skipped = state.step, job.model.num_params, 0
     with (
         MetricsFile(options.out / "metrics.jsonl", first_step=first) as metrics_file,
         progress_bar("training", job.num_steps, unit="steps", initial=first) as bar,
@@ -266,7 +290,9 @@ def train(
             trackers.log_row(metrics_file.write(metrics, counts, batch, num_params=num_params))
             if metrics.skipped:
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
-            bar.advance(note=describe_metrics(metrics, counts, num_params=num_params))
+            num_skipped = count_skipped(num_skipped, metrics)
+            note = describe_metrics(metrics, counts, num_params=num_params)
+            bar.advance(note=f"{note}; memory: {describe_use(measure_memory())}")
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
                 save_state(state, options.out, meta=run_meta(options, job))
     return state, spans

@@ -9,7 +9,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from lazytrain.base import StepMetrics
+from lazytrain.errors import NonFiniteError
 from lazytrain.recipes.batches import TokenCounts
+
+MAX_SKIPPED_IN_ROW = 20
 
 
 class MetricsFile:
@@ -52,6 +55,23 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def count_skipped(before: int, metrics: StepMetrics) -> int:
+    """Return how many steps in a row were skipped, after `before` of them and this one.
+
+    Raises:
+        NonFiniteError: too many for a chance: the weights themselves give no finite gradient any more.
+    """
+    if not metrics.skipped:
+        return 0
+    if before + 1 >= MAX_SKIPPED_IN_ROW:
+        raise NonFiniteError(
+            f"{MAX_SKIPPED_IN_ROW} steps in a row were skipped, the last one {metrics.step}: gradient norm "
+            f"{metrics.grad_norm} in {metrics.bad_unit}. The training has diverged; nothing more is saved. "
+            "Start anew with a lower --lr, or more --warmup-steps."
+        )
+    return before + 1
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

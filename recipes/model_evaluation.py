@@ -25,8 +25,9 @@ from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.evaluation import evaluate
+from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.metamathqa import choose_device
-from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size
+from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size, parse_whole
 from lazytrain.recipes.preparation import Job, resolve_settings
 from lazytrain.recipes.prompts import PROMPTS, Prompt, get_prompt, load_tokenizer, read_special_tokens
 from lazytrain.recipes.rows import load_rows
@@ -122,20 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {kind}: {counts.exact_match:.1%} of {counts.total:,}")
         return 0
     except (LazyTrainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
 
 
 def run(options: Options, out: Path, stop: GracefulStop) -> Score | None:
     """Answer the rows and judge the answers; write `samples.jsonl` and `score.json` to `out`. None after a signal."""
     with stop.at_once():
+        make_directory(out, "--out")
         job = open_job(options)
-        device, dtype = choose_device(options)
+        device, dtype = choose_device(options, lambda line: print(line, file=sys.stderr))
         limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
         room_bytes = int(limits["device"] * WEIGHTS_SHARE)
         engine = FileEngine(job.model, job.model_dir, device, dtype, room_bytes)
         state = TrainState(step=0, num_updates=0, seed=0, engine=cast(Engine, engine))
-        out.mkdir(parents=True, exist_ok=True)
     start_s = time.perf_counter()
     score = evaluate(state, job, options, f"of {options.model}", out / "samples.jsonl", stop)
     if score is None:
@@ -197,11 +198,13 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Options, Path]:
     parser.add_argument("--query-field", help="column of the problem (default: query, question or instruction)")
     parser.add_argument("--response-field", help="column of the solution (default: response, answer or output)")
     parser.add_argument("--messages-field", help="column of a chat's turns (default: messages or conversations)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the rows of --eval-limit (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=parse_whole, default=0, help="draws the rows of --eval-limit (default: %(default)s)"
+    )
     parser.add_argument("--prompt", choices=(*PROMPTS, "chat"), help="prompt style (default: metamath)")
     parser.add_argument("--out", type=Path, default=Path("runs/eval"), help="where to write (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU that has it")
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill at most, for example 24GiB")
     add_evaluation(parser.add_argument_group("evaluation"), before=False)
     given = vars(parser.parse_args(arguments))

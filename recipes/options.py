@@ -127,15 +127,21 @@ def _positive(text: str) -> int:
     return _at_least(text, 1)
 
 
-def _count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Return a whole number of at least 0; raises argparse.ArgumentTypeError for anything else."""
     return _at_least(text, 0)
 
 
-def _at_least(text: str, low: int) -> int:
+def parse_whole(text: str) -> int:
+    """Return a whole number; raises argparse.ArgumentTypeError for anything else."""
     try:
-        value = int(text)
+        return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _at_least(text: str, low: int) -> int:
+    value = parse_whole(text)
     if value < low:
         raise argparse.ArgumentTypeError(f"{text} is below {low}")
     return value
@@ -192,15 +198,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         help="several samples a row, without attention between them (default: one sample a row)",
     )
     group.add_argument("--lr", type=_rate, help="peak learning rate (default: 2e-5)")
-    group.add_argument("--warmup-steps", type=_count, help="linear warm-up (default: 3%% of the steps)")
+    group.add_argument("--warmup-steps", type=parse_count, help="linear warm-up (default: 3%% of the steps)")
     group.add_argument("--weight-decay", type=_rate, help="AdamW's (default: 0)")
     group.add_argument(
         "--max-grad-norm", type=_above_zero, default=1.0, help="exact global clipping (default: %(default)s)"
     )
     group.add_argument(
-        "--master-bits", type=int, choices=(24, 32), default=32, help="master weights (default: %(default)s)"
+        "--master-bits", type=parse_whole, choices=(24, 32), default=32, help="master weights (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=0, help="of order and initial weights (default: %(default)s)")
+    group.add_argument(
+        "--seed", type=parse_whole, default=0, help="of order and initial weights (default: %(default)s)"
+    )
     group.add_argument("--save-every", type=_positive, help="steps between checkpoints (default: at the end only)")
     group.add_argument("--accumulate", type=_positive, default=1, help="batches a step (default: %(default)s)")
     group.add_argument(
@@ -241,7 +249,9 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def add_evaluation(group: argparse._ArgumentGroup, *, before: bool = True) -> None:
     """Add the flags of an evaluation; `before` = with the choice to evaluate before training too."""
-    group.add_argument("--eval-limit", type=_count, help="problems to evaluate, 0 = none (default: all held-out ones)")
+    group.add_argument(
+        "--eval-limit", type=parse_count, help="problems to evaluate, 0 = none (default: all held-out ones)"
+    )
     if before:
         group.add_argument(
             "--eval-before",

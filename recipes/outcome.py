@@ -1,6 +1,7 @@
 """What a run says of itself: the plan before it starts, and measured beside predicted when it is done."""
 
 import json
+import math
 import resource
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,12 @@ def measure_tiers(planned: Planned, engine: Engine, device: torch.device, host_b
     return tiers
 
 
+def describe_use(tiers: Sequence[Tier]) -> str:
+    """Return what is in use of each tier that somebody counts, for example "device 13.2 GiB, host 24.1 GiB"."""
+    used = [f"{tier.name} {format_bytes(tier.measured_bytes)}" for tier in tiers if tier.measured_bytes is not None]
+    return ", ".join(used)
+
+
 def write_outcome(
     out: Path,
     planned: Planned,
@@ -88,6 +95,10 @@ def write_outcome(
     predicted = planned.plan.predicted
     assert predicted is not None
     measured_ms = _measured_step_ms(rows)
+    losses = [row["loss"] for row in rows if math.isfinite(row["loss"])]
+    num_skipped = sum(row["skipped"] for row in rows)
+    if num_skipped:
+        say(f"{num_skipped:,} of {len(rows):,} steps were skipped, since their gradient norm was not finite")
     outcome: dict[str, Any] = {
         "step_ms": {"predicted": predicted.step_ms, "measured": measured_ms},
         "device_peak_bytes": {
@@ -100,7 +111,8 @@ def write_outcome(
         },
         "tiers": {tier.name: {k: v for k, v in tier._asdict().items() if k != "name"} for tier in tiers},
         "exact_match": {name: _score(scores.get(name)) for name in ("before", "after")},
-        "final_loss": statistics.fmean(row["loss"] for row in rows[-20:]) if rows else None,
+        "final_loss": statistics.fmean(losses[-20:]) if losses else None,
+        "num_skipped_steps": num_skipped,
     }
     (out / "outcome.json").write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
     timeline = simulate(planned.problem, planned.plan).timeline

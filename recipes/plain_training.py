@@ -1,19 +1,23 @@
 """A plain training loop for one of several optimizers: what compare_optimizers.py runs.
 
-Loss by autograd through the model's blocks, mean over the step's target tokens; the global norm clipped to 1. Torch's
-optimizer and others hold fp32 masters, Adam8bit holds bf16 parameters; the model always computes in bf16.
+Loss by autograd through the model's blocks, or through the same model of the transformers library, mean over the step's
+target tokens; the global norm clipped to 1. The model computes in the task's dtype, bf16 as a rule: Adam8bit holds
+parameters of it, torch's optimizer and others hold fp32 masters.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from lazytrain import Adam8bit
-from lazytrain.base import Batch, Model, Unit, count_targets
+from lazytrain.base import IGNORE_INDEX, Batch, Model, Unit, count_targets
 from lazytrain.configuration import ModelConfig
 from lazytrain.generation import generate
 from lazytrain.recipes.batches import BatchStream
@@ -25,13 +29,15 @@ from lazytrain.schedules import cosine
 from lazytrain.transformer import transformer_model
 
 KINDS = ("torch", "8bit", "8bit-24", "bitsandbytes", "torchao")
-WORKING_DTYPE = torch.bfloat16
 MAX_GRAD_NORM = 1.0
 WARM_UP_STEPS = 5  # left out of the times
 
 
 class Outcome(NamedTuple):
-    """What one run gave; times are medians of one step, `state_bytes` the optimizer's tensors and fp32 masters."""
+    """What one run gave; times are medians of one step, `state_bytes` the optimizer's tensors and fp32 masters.
+
+    `losses`: of each step, as in metrics.jsonl.
+    """
 
     kind: str
     seed: int
@@ -41,10 +47,18 @@ class Outcome(NamedTuple):
     step_ms: float
     optimizer_ms: float
     state_bytes: int
+    losses: tuple[float, ...] = ()
+
+
+Forward = Callable[[dict[str, Tensor], Batch], Tensor]
 
 
 class Task(NamedTuple):
-    """What is trained on what; `weights` draws or reads the initial values anew."""
+    """What is trained on what; `weights` draws or reads the initial values anew.
+
+    `reference`: a model directory whose loss the transformers library computes; None = the model's own blocks.
+    `dtype`: what the model computes in.
+    """
 
     config: ModelConfig
     weights: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -55,6 +69,8 @@ class Task(NamedTuple):
     weight_decay: float
     num_warmup_steps: int
     job: Job | None = None
+    reference: Path | None = None
+    dtype: torch.dtype = torch.bfloat16
 
 
 def make_optimizer(kind: str, named: list[tuple[str, torch.nn.Parameter]], lr: float, decay: float) -> Any:
@@ -84,33 +100,62 @@ def loss_sum(model: Model, weights: dict[str, Tensor], batch: Batch) -> Tensor:
     return model.head.fn(unit_params(model.head, weights), x_btd, batch)
 
 
+def transformers_forward(path: Path, device: torch.device, dtype: torch.dtype) -> Forward:
+    """Return `loss_sum` by the transformers library, whose code shares nothing with ours.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    module.to(device)
+
+    def forward(weights: dict[str, Tensor], batch: Batch) -> Tensor:
+        given = {"input_ids": batch["tokens_bt"], "use_cache": False}
+        if "segments_bt" in batch:
+            segments_bt = batch["segments_bt"]
+            same_b1tt = (segments_bt[:, None, :, None] == segments_bt[:, None, None, :]).tril()
+            given |= {"attention_mask": same_b1tt, "position_ids": batch["positions_bt"]}
+        logits_btv = functional_call(module, weights, (), given).logits
+        targets_bt = batch["targets_bt"]
+        return F.cross_entropy(
+            logits_btv.flatten(0, 1).float(), targets_bt.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+
+    return forward
+
+
 def unit_params(unit: Unit, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weights[spec.full_name] for name, spec in unit.params.items()}
 
 
-def working_weights(params: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+def working_weights(params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what the model computes with; gradients go through to fp32 masters."""
-    return {name: p.to(WORKING_DTYPE) for name, p in params.items()}
+    return {name: p.to(dtype) for name, p in params.items()}
 
 
 def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | None) -> Outcome:
     """Do one run."""
     torch.manual_seed(seed)
     model = transformer_model(task.config)
-    dtype = WORKING_DTYPE if kind.startswith("8bit") else torch.float32
+    dtype = task.dtype if kind.startswith("8bit") else torch.float32
     params = {name: torch.nn.Parameter(x.to(device, dtype, copy=True)) for name, x in task.weights()}
     optimizer = make_optimizer(kind, list(params.items()), task.lr, task.weight_decay)
     if isinstance(optimizer, Adam8bit):  # all kinds begin with the same masters
         for name, value in task.weights():
             optimizer.set_master(params[name], value.float())
     schedule = cosine(task.lr, num_steps=task.num_steps, num_warmup_steps=task.num_warmup_steps, final_fraction=0.05)
+    forward: Forward = lambda weights, batch: loss_sum(model, weights, batch)  # noqa: E731
+    if task.reference is not None:
+        forward = transformers_forward(task.reference, device, task.dtype)
     losses, marks = [], []
     for step in range(task.num_steps):
         on_host = task.stream.batch(step)
         num_targets = count_targets(on_host)
         batch = {name: x.to(device, non_blocking=True) for name, x in on_host.items()}
         marks.append([clock(device)])
-        total = loss_sum(model, working_weights(params), batch)
+        total = forward(working_weights(params, task.dtype), batch)
         (total / num_targets).backward()
         losses.append(total.detach() / num_targets)
         marks[-1].append(clock(device))
@@ -123,11 +168,11 @@ def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | N
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         marks[-1].append(clock(device))
-    weights = {name: value.detach() for name, value in working_weights(params).items()}
+    weights = {name: value.detach() for name, value in working_weights(params, task.dtype).items()}
     last = losses[-max(1, task.num_steps // 10) :]
     exact = answer(model, weights, task, device, limit) if task.job and limit != 0 else None
     tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    masters = [] if dtype == WORKING_DTYPE else list(params.values())
+    masters = [] if kind.startswith("8bit") else list(params.values())
     middle = marks[min(WARM_UP_STEPS, len(marks) - 1) :]
     return Outcome(
         kind=kind,
@@ -138,6 +183,7 @@ def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | N
         step_ms=statistics.median(elapsed_ms(a, c) for a, _, c in middle),
         optimizer_ms=statistics.median(elapsed_ms(b, c) for _, b, c in middle),
         state_bytes=sum(x.nbytes for x in (*tensors, *masters)),
+        losses=tuple(torch.stack(losses).tolist()),
     )
 
 
@@ -178,9 +224,9 @@ def answer(model: Model, weights: dict[str, Tensor], task: Task, device: torch.d
         max_new_tokens=job.settings.max_new_tokens,
         stop_ids=job.special.stop_ids,
         pad_id=job.special.pad_id,
-        batch_size=512,
+        batch_size=len(rows),
         device=device,
-        dtype=WORKING_DTYPE,
+        dtype=task.dtype,
     )
     texts = [decode_response(job.tokenizer, job.special, tokens) for tokens in made]
     return score(rows, texts).exact_match

@@ -20,6 +20,7 @@ from lazytrain.locking import RunLock
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.config_file import read_config
+from lazytrain.recipes.failures import describe_error
 from lazytrain.saving import plan_state_export
 from lazytrain.shards import open_model_dir
 from lazytrain.transformer import transformer_model
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"wrote the model of step {step} to {written}")
         return 0
     except (LazyTrainError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from lazytrain.recipes.findings import FAIL, OK, WARN, Finding
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_CAPABILITY = (8, 0)
+BFLOAT16_CAPABILITY = (8, 0)
 NVIDIA_SMI_TIMEOUT_S = 20
 GIB = 2**30
 
@@ -59,8 +59,8 @@ def check_gpu() -> Iterator[Finding]:
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         text = f"{about.name}, capability {about.major}.{about.minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        if (about.major, about.minor) < OLDEST_CAPABILITY:
-            remedy = "below 8.0 there is no bfloat16 in hardware: --dtype float32 --no-compile, or a newer GPU"
+        if (about.major, about.minor) < BFLOAT16_CAPABILITY:
+            remedy = "none: below 8.0 there is no bfloat16 in hardware, and a run takes float32, which is slower"
             yield Finding(f"GPU {index}", WARN, text, remedy)
         elif free < total / 2:
             yield Finding(f"GPU {index}", WARN, text, "another program holds most of it: nvidia-smi shows which")

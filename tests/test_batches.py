@@ -1,7 +1,7 @@
 """Batches: a pure function of seed and step; every target once; few shapes; packed lines that don't touch."""
 
 from collections import Counter
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -224,7 +224,8 @@ def test_padding_is_little_where_lengths_differ_much() -> None:
     assert shares["packed"] < 0.02
 
 
-def test_packing_padding_and_splitting_give_the_same_loss_and_gradients() -> None:
+def test_packing_batch_size_and_accumulation_give_the_same_loss_and_gradients() -> None:
+    """Over an epoch: packed or not, 1 or 8 rows a batch, 1 or 4 batches a step."""
     sizes = [(3, 9), (1, 2), (0, 5), (7, 20), (2, 2), (4, 11), (1, 1), (5, 6)]
     encoded = make_encoded(sizes)
     encoded.tokens[:] %= 67
@@ -252,13 +253,13 @@ def test_packing_padding_and_splitting_give_the_same_loss_and_gradients() -> Non
 
     loss, grads = run(1, batch_size=8, seq_tokens=32)
     assert loss > 0
-    for num_microbatches, options in [
-        (4, {"batch_size": 8, "seq_tokens": 32}),
-        (1, {"batch_size": 8}),
-        (1, {"batch_size": 1, "pad_to_multiple": 1}),
-        (2, {"batch_size": 4, "packing": True, "seq_tokens": 40}),
-    ]:
+    cases = [
+        (accumulate, {"batch_size": rows * accumulate, "seq_tokens": 40, "packing": packing})
+        for packing, rows, accumulate in product((False, True), (1, 8), (1, 4))
+    ]
+    others = [(1, {"batch_size": 8}), (1, {"batch_size": 1, "pad_to_multiple": 1}), (2, {"batch_size": 4})]
+    for num_microbatches, options in [*cases, *others]:
         other_loss, other_grads = run(num_microbatches, **options)
-        assert abs(other_loss - loss) <= LOSS_TOLERANCE * loss
+        assert abs(other_loss - loss) <= LOSS_TOLERANCE * loss, options
         for name, grad in grads.items():
-            assert (other_grads[name] - grad).abs().max() <= GRADS_TOLERANCE * grad.abs().max(), name
+            assert (other_grads[name] - grad).abs().max() <= GRADS_TOLERANCE * grad.abs().max(), (name, options)

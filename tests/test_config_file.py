@@ -74,7 +74,8 @@ def test_flags_win_over_the_file(flags: tuple[str, ...], name: str, value: objec
     [
         ("bach-size = 4", ("unknown key 'bach-size'", "did you mean batch-size?")),
         ("learning = 4", ("unknown key 'learning'", "--help")),
-        ("[training]\nlr = 1.0", ("unknown key 'training'",)),
+        ("[training]\nlr = 1.0", ("'training' is a table", "at the top")),
+        ("seed = 1.5", ("seed = 1.5", "no whole number")),
         ("config = 'other.toml'", ("unknown key 'config'",)),
         ("batch-size = 4\nbatch_size = 5", ("one setting",)),
         ("batch-size = 0", ("batch-size = 0", "below 1")),

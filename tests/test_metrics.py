@@ -10,9 +10,17 @@ import torch
 
 from lazytrain.account import Account
 from lazytrain.base import StepMetrics
+from lazytrain.errors import NonFiniteError
 from lazytrain.recipes import outcome
 from lazytrain.recipes.batches import TokenCounts
-from lazytrain.recipes.metrics import MetricsFile, describe_metrics, model_tflops, read_metrics
+from lazytrain.recipes.metrics import (
+    MAX_SKIPPED_IN_ROW,
+    MetricsFile,
+    count_skipped,
+    describe_metrics,
+    model_tflops,
+    read_metrics,
+)
 from lazytrain.recipes.outcome import Tier, describe_tier, measure_tiers
 
 GIB = 2**30
@@ -49,6 +57,16 @@ def test_a_line_is_kept_and_returned_and_later_steps_are_replaced(tmp_path: Path
     with MetricsFile(path, first_step=1) as file:
         assert "model_tflops" not in file.write(make_metrics(1), COUNTS, BATCH)
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
+
+
+def test_steps_skipped_in_a_row_end_the_run() -> None:
+    good, bad = make_metrics(0), make_metrics(7)._replace(skipped=True, grad_norm=float("nan"), bad_unit="head")
+    assert count_skipped(5, good) == 0
+    assert [count_skipped(n, bad) for n in range(MAX_SKIPPED_IN_ROW - 1)] == list(range(1, MAX_SKIPPED_IN_ROW))
+    with pytest.raises(
+        NonFiniteError, match=r"20 steps in a row were skipped, the last one 7: gradient norm nan in head"
+    ):
+        count_skipped(MAX_SKIPPED_IN_ROW - 1, bad)
 
 
 def planned(*, is_host: bool, nvme: bool) -> Any:

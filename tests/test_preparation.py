@@ -12,6 +12,7 @@ from lazytrain.errors import ConfigError, DataError
 from lazytrain.optimizer import adamw8bit
 from lazytrain.recipes.default_model import END_TOKEN
 from lazytrain.recipes.encoding import encode_questions
+from lazytrain.recipes.metamathqa import choose_device
 from lazytrain.recipes.options import parse_options
 from lazytrain.recipes.preparation import Job, prepare
 from lazytrain.saving import export_state
@@ -99,3 +100,32 @@ def test_vocabulary_larger_than_the_tokenizers_keeps_its_rows_when_saved(embedde
     saved = {k: v for path in (tmp_path / "model").glob("*.safetensors") for k, v in load_file(path).items()}
     assert saved["model.embed_tokens.weight"].shape[0] == num_rows
     assert torch.equal(saved["model.embed_tokens.weight"], embedded.model_dir.read("model.embed_tokens.weight"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "dtype", "told"),
+    [
+        ((9, 0), None, torch.bfloat16, False),
+        ((8, 0), None, torch.bfloat16, False),
+        ((7, 5), None, torch.float32, True),
+        ((7, 5), "bfloat16", torch.bfloat16, False),
+        ((9, 0), "float32", torch.float32, False),
+    ],
+)
+def test_bfloat16_is_the_default_where_the_gpu_has_it(
+    capability: tuple[int, int], given: str | None, dtype: torch.dtype, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    flags = [] if given is None else ["--dtype", given]
+    options = parse_options(["--model", "m", "--data", "d", *flags])
+    lines: list[str] = []
+    assert choose_device(options, lines.append) == (torch.device("cuda"), dtype)
+    assert [line for line in lines if "capability 7.5 has no bfloat16" in line] == lines
+    assert bool(lines) == told
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device cuda: torch finds no GPU"):
+        choose_device(parse_options(["--device", "cuda"]), print)

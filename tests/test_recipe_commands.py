@@ -132,6 +132,10 @@ def test_export_of_the_checkpoint_is_the_runs_own_model(out: Path, tmp_path: Pat
         (("eval", "--model", "{out}/model", "--data", "{tmp}/x.jsonl"), "x.jsonl"),
         (("train", "--config", "{tmp}/no.toml"), "no.toml"),
         (("train", "--wandb", "project"), "lazytrain[wandb]"),
+        (("train", "--out", "{out}/plan.json"), "--out {out}/plan.json is no directory to write in: a file has"),
+        (("train", "--out", "/proc/no/run"), "--out /proc/no/run is no directory to write in: /proc/no: No such"),
+        (("train", "--out", "{tmp}", "--spill-dir", "/proc/no"), "--spill-dir /proc/no is no directory to write in"),
+        (("eval", "--model", "{out}/model", "--data", "x.jsonl", "--out", "/proc/no"), "--out /proc/no is no"),
     ],
 )
 def test_a_mistake_gets_one_line_and_code_2(
@@ -145,6 +149,23 @@ def test_a_mistake_gets_one_line_and_code_2(
     monkeypatch.setattr("lazytrain.recipes.trackers.find_spec", lambda name: None)
     assert main([word.format(tmp=tmp_path, out=out) for word in arguments]) == 2
     error = capsys.readouterr().err
-    assert phrase in error
+    assert phrase.format(out=out) in error
+    assert "[Errno" not in error
     assert error.count("error:") == 1
+    assert "Traceback" not in error
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    flags = ("--device", "cpu", "--batch-size", "4", "--lr", "1e30", "--warmup-steps", "0", "--out", str(tmp_path))
+    assert main(["train", *flags, "--steps", "4", "--eval-limit", "0"]) == 0
+    assert "3 of 4 steps were skipped" in capsys.readouterr().out
+    outcome = json.loads((tmp_path / "outcome.json").read_text(), parse_constant=refuse)
+    assert outcome["num_skipped_steps"] == 3
+    assert main(["train", *flags, "--steps", "40", "--eval-limit", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "20 steps in a row were skipped" in error
+    assert "lower --lr" in error
     assert "Traceback" not in error

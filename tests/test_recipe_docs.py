@@ -11,8 +11,9 @@ from lazytrain.recipes.options import make_parser, parse_options
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RECIPE, TROUBLE = (DOCS / f"{name}.md" for name in ("recipe", "troubleshooting"))
-# Flags of the other commands, of docker, and a mistyped one.
+# Flags of the other commands and programs, of docker, and a mistyped one.
 OTHERS = {"--to", "--json", "--size", "--help", "--explain", "--hardware", "--batch", "--seq"}
+OTHERS |= {"--optimizers", "--forward", "--seeds"}
 FOREIGN = {"--gpus", "--ulimit", "--bach-size"}
 
 
@@ -62,6 +63,7 @@ def test_quoted_messages_are_the_codes_own() -> None:
     for phrase in (
         "is not a directory. Give the directory of a model",
         "is in use by",
+        "is no directory to write in",
         "exists and is not an export of LazyTrain",
         "the C++ optimizer operator is not available",
         "torch.compile failed, so blocks run eagerly",
@@ -69,10 +71,16 @@ def test_quoted_messages_are_the_codes_own() -> None:
         "no column",
         "no end-of-sequence token",
         "step skipped",
+        "steps in a row were skipped",
         "Skipping a broken checkpoint",
         "has no valid checkpoint",
         "can't start",
         "was saved with",
+        "since a GPU of capability",
+        "torch finds no GPU here",
+        "the score before training is left out",
+        "digest of the training rows",
+        "digest of the model's config",
     ):
         assert phrase in sources, phrase
         assert phrase in TROUBLE.read_text(), phrase
