@@ -61,7 +61,7 @@ class Unit:
             shapes only, on the meta device. Head: `(params, x_btd, batch, scale, sums) -> (loss_sum, dx_btd)`, the loss
             fp32 and unscaled, gradients those of `scale * loss_sum`.
         rows: for an embed whose `fn` looks up rows of its only parameter, a matrix: `batch -> index`, in the order of
-            its output's rows. The gradients of few rows then need no dense fp32 sum.
+            its output's rows. Its gradients then need no dense fp32 sum.
     """
 
     name: str

@@ -78,17 +78,10 @@ class GradientSink:
             views |= {name: shared[source] for name, source in self._tied.items()}
         return views
 
-    def add_rows(self, home: UnitHome, rows: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
-        """Make the grads of an embed that looked rows up, of all microbatches, if few rows of many were used.
-
-        Returns:
-            Whether it did: else a dense sum is smaller than what `sum_rows` needs.
-        """
+    def add_rows(self, home: UnitHome, rows: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """Make the grads of an embed that looked rows up, of all microbatches at once (see `sum_rows`)."""
         (place,) = home.layout.places
-        is_smaller = 4 * sum(index.numel() for index in rows) <= place.shape[0]
-        if is_smaller:
-            self._sums[home.index] = sum_rows(rows, cotangents, place.shape, home.layout.dtype).view(-1)
-        return is_smaller
+        self._sums[home.index] = sum_rows(rows, cotangents, place.shape, home.layout.dtype).view(-1)
 
     def finish(self, home: UnitHome) -> None:
         """Round embed's or head's sum to the working dtype and take its squares, on the compute queue.

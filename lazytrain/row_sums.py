@@ -5,26 +5,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# A dense fp32 sum of a large vocabulary takes 2 to 3 GB in one piece, which a full device rarely has.
+PIECE_BYTES = 256 << 20
+MIN_COLUMNS = 64
+
 
 def sum_rows(rows: Sequence[Tensor], cotangents: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the gradients of a matrix whose rows were looked up, with the bits of a dense fp32 sum rounded once.
+    """Return the gradients of a matrix whose rows were looked up: summed in fp32, some columns at a time, rounded once.
 
     Args:
         rows: of each microbatch, which row each position took, in the cotangents' order.
         cotangents: of each microbatch, (..., d). shape: (v, d) of the matrix. dtype: of what is returned.
-    Memory: an fp32 and two `dtype` copies of all cotangents, beside what is returned.
+    Memory: PIECE_BYTES, or 64 columns where they are larger, and as many columns of one cotangent in fp32.
     """
-    rows_n = torch.cat([r.reshape(-1) for r in rows])
-    order_n = rows_n.argsort(stable=True)
-    sorted_n = rows_n[order_n]
-    is_new = torch.ones_like(sorted_n)
-    is_new[1:] = sorted_n[1:] != sorted_n[:-1]
-    slot_n = (is_new.cumsum(0) - 1)[order_n.argsort()]  # equal rows share a slot
-    sums_nd = torch.zeros(len(rows_n), shape[1], dtype=torch.float32, device=rows_n.device)
-    for slot, dx in zip(slot_n.split([r.numel() for r in rows]), cotangents, strict=True):
-        add_rows_into(sums_nd, slot, dx.reshape(-1, shape[1]).float())
-    grads_vd = torch.zeros(*shape, dtype=dtype, device=rows_n.device)
-    grads_vd[rows_n] = sums_nd.to(dtype)[slot_n]  # positions of one row write the same
+    num_rows, width = shape
+    grads_vd = torch.empty(num_rows, width, dtype=dtype, device=cotangents[0].device)
+    columns = max(MIN_COLUMNS, PIECE_BYTES // (4 * max(1, num_rows)) // MIN_COLUMNS * MIN_COLUMNS)
+    for begin in range(0, width, columns):
+        part_vc = grads_vd[:, begin : begin + columns]
+        sums_vc = torch.zeros(part_vc.shape, dtype=torch.float32, device=grads_vd.device)
+        for index, dx in zip(rows, cotangents, strict=True):
+            add_rows_into(sums_vc, index.reshape(-1), dx.reshape(-1, width)[:, begin : begin + columns].float())
+        part_vc.copy_(sums_vc)
     return grads_vd
 
 
