@@ -1,9 +1,12 @@
 """Checkpoints: directories that appear whole, hold a checksum for every tensor, and replace older ones only then.
 
-    RUN/checkpoints/step_00000123/  manifest.json  embed.safetensors  ...
+    RUN/checkpoints/step_00000123/
+        manifest.json                                 written last: a directory without a valid one is no checkpoint
+        model-00001-of-00026.safetensors ...          the weights: with the next line, a model that other tools load
+        model.safetensors.index.json  config.json ... index, config, tokenizer
+        unit-00001.states ...                         all else of the state
 
-The manifest is written last; a directory without a valid one is no checkpoint. A flipped bit is found by CRC-32 and
-named by file and tensor.
+A flipped bit is found by CRC-32 and named by file and tensor.
 """
 
 import json
@@ -24,18 +27,25 @@ from lazytrain.durable import (
     write_file,
 )
 from lazytrain.errors import CheckpointError, ConfigError, ModelFileError
+from lazytrain.export import METADATA
 from lazytrain.paths import is_plain_name
+from lazytrain.shards import CONFIG, INDEX, SIDE_FILES
 from lazytrain.store_checks import find_damage
-from lazytrain.store_manifest import ManifestError, encode_manifest, is_count, read_manifest
-from lazytrain.tensorfile import TensorFile
+from lazytrain.store_manifest import ManifestError, ManifestVersionError, encode_manifest, is_count, read_manifest
+from lazytrain.tensorfile import STATES_SUFFIX, TensorFile, holds_tensors
 from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "lazytrain-checkpoint", 1
+FORMAT, VERSION = "lazytrain-checkpoint", 2
+TEXTS = (CONFIG, INDEX, *SIDE_FILES)
 
 Producer = Callable[[], Mapping[str, Tensor]]
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+class OtherVersionError(CheckpointError):
+    """A whole checkpoint, of a version of the format that this program doesn't read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +78,24 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is damaged: {error}") from error
 
     def verify(self) -> None:
-        """Read everything and compare checksums.
+        """Read all tensors and compare checksums.
 
         Raises:
             CheckpointError: names every file and tensor that differs from what was saved.
         """
-        problems = find_damage(self.path, self.files)
+        problems = find_damage(self.path, {n: record for n, record in self.files.items() if holds_tensors(n)})
         if problems:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}. Use an older checkpoint.")
+
+    def verify_texts(self) -> None:
+        """Compare config and tokenizer, which a resumed run doesn't read, with what was saved.
+
+        Raises:
+            CheckpointError: names every file that differs.
+        """
+        problems = find_damage(self.path, {n: record for n, record in self.files.items() if not holds_tensors(n)})
+        if problems:
+            raise CheckpointError(f"{self.path}: {'; '.join(problems)}. Give config and tokenizer with --model DIR.")
 
 
 def save_checkpoint(
@@ -84,14 +104,16 @@ def save_checkpoint(
     files: Iterable[tuple[str, Producer | Mapping[str, Tensor]]],
     meta: Mapping[str, Any],
     keep: int = 2,
+    texts: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save a checkpoint; older ones are deleted once it is durable and was read back, so that `keep` remain.
 
     Args:
         step: optimizer steps done; names the directory.
-        files: (plain file name ending in .safetensors, its tensors or a function that makes them), one at a time.
+        files: (plain name of a file of tensors, its tensors or a function that makes them), one at a time.
         meta: JSON, returned by `Checkpoint.meta`.
         keep: at least 1.
+        texts: the content of further files, of `TEXTS`.
     Returns:
         The checkpoint's directory.
     Memory: the tensors of one file.
@@ -110,6 +132,10 @@ def save_checkpoint(
         remove_stale_directories(parent, ".step_")
         with stage_directory(target) as staged:
             records = {name: _write_tensors(staged, name, tensors) for name, tensors in files}
+            for name, content in (texts or {}).items():
+                assert name in TEXTS, name
+                write_file(staged / name, content)
+                records[name] = FileRecord.of_bytes(content)
             write_file(staged / MANIFEST, encode_manifest(FORMAT, VERSION, records, step=step, meta=meta))
     except OSError as error:
         raise CheckpointError(explain_os_error(error, f"Saving the checkpoint of step {step}", parent)) from error
@@ -129,7 +155,11 @@ def find_checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 
 def latest_valid(run_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint whose data is what was saved, or None; each broken one is named in a warning."""
+    """Return the newest checkpoint whose tensors are what was saved, or None; each broken one is named in a warning.
+
+    Raises:
+        OtherVersionError: there is none but what another version of LazyTrain saved.
+    """
     for checkpoint in find_checkpoints(run_dir):
         try:
             checkpoint.verify()
@@ -137,6 +167,13 @@ def latest_valid(run_dir: Path) -> Checkpoint | None:
             warnings.warn(f"Skipping a broken checkpoint: {error}", RuntimeWarning, stacklevel=2)
         else:
             return checkpoint
+    for path in _step_directories(run_dir):
+        try:
+            open_checkpoint(path)
+        except OtherVersionError:
+            raise  # starting anew beside it would look like a lost run
+        except CheckpointError:
+            continue
     return None
 
 
@@ -148,13 +185,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         body, files = read_manifest(path / MANIFEST, FORMAT, VERSION)
+    except ManifestVersionError as error:
+        raise OtherVersionError(
+            f"{error} Go on with the release that saved it; or let that release export it, and train from the export."
+        ) from error
     except ManifestError as error:
         raise CheckpointError(f"{error} Use an older checkpoint.") from error
     step: Any = body.get("step")
     meta = body.get("meta")
     if not is_count(step) or not isinstance(meta, dict):
         raise CheckpointError(f"{path / MANIFEST} is damaged: no step or no meta. Use an older checkpoint.")
-    strangers = [name for name in files if not name.endswith(".safetensors")]
+    strangers = [name for name in files if not holds_tensors(name) and name not in TEXTS]
     if strangers:
         raise CheckpointError(f"{path / MANIFEST} lists {strangers[0]!r}, which no checkpoint holds. Don't use it.")
     return Checkpoint(path=path, step=step, meta=meta, files=files)
@@ -162,10 +203,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _write_tensors(directory: Path, name: str, tensors: Producer | Mapping[str, Tensor]) -> FileRecord:
     assert is_plain_name(name), name
-    assert name.endswith(".safetensors"), name
+    assert holds_tensors(name), name
     content = tensors() if callable(tensors) else tensors
     specs = [TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in content.items()]
-    with TensorFileWriter(directory / name, specs) as writer:
+    with TensorFileWriter(directory / name, specs, {} if name.endswith(STATES_SUFFIX) else METADATA) as writer:
         for key, tensor in content.items():
             writer.write(key, tensor)
         return writer.finish()

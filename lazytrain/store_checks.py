@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lazytrain.durable import drop_cached, read_all
 from lazytrain.errors import ModelFileError
 from lazytrain.paths import is_plain_name, resolve_inside
-from lazytrain.tensorfile import TensorFile
+from lazytrain.tensorfile import TensorFile, holds_tensors
 from lazytrain.tensorwriter import FileRecord
 
 READ_PIECE_BYTES = 8 * 2**20
@@ -74,7 +74,7 @@ def find_damage(
 def check_part(part: Part) -> str | None:
     """Return what is wrong with a part of a file, or None."""
     what = f"tensor {part.tensor!r}" if part.tensor is not None else "the header"
-    if part.tensor is None and not part.name.endswith(".safetensors"):
+    if part.tensor is None and not holds_tensors(part.name):
         what = "its content"
     try:
         checksum, num_read = checksum_of(part.path, part.start_bytes, part.num_bytes)
@@ -120,7 +120,7 @@ def _outline(directory: Path, name: str, record: FileRecord, follow_links: bool)
         return [], f"{name} can't be read: {error}"
     if size_bytes != record.size_bytes:
         return [], f"{name} has {size_bytes} bytes, {record.size_bytes} were written"
-    if not name.endswith(".safetensors"):
+    if not holds_tensors(name):
         return [Part(path, name, None, 0, size_bytes, record.header_crc32)], None
     try:
         file = TensorFile(path)

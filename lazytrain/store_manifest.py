@@ -27,6 +27,10 @@ class ManifestError(LazyTrainError):
     """A manifest that is missing, damaged, of another version, or lists files outside its directory."""
 
 
+class ManifestVersionError(ManifestError):
+    """An intact manifest of another format or version."""
+
+
 def encode_manifest(form: str, version: int, files: Mapping[str, FileRecord], **others: Any) -> bytes:
     """Return the bytes of a manifest; `others` are further JSON fields of its body."""
     records = {name: record._asdict() for name, record in files.items()}
@@ -49,7 +53,7 @@ def read_manifest(path: Path, form: str, version: int) -> tuple[dict[str, Any], 
         if content["crc32"] != zlib.crc32(canonical(body)):
             raise ManifestError(f"{path} is damaged: its checksum differs.")
         if (body["format"], body["version"]) != (form, version):
-            raise ManifestError(f"{path} has version {body['version']}; this program reads {version} of {form}.")
+            raise ManifestVersionError(f"{path} has version {body['version']}; this program reads {version} of {form}.")
         records = body["files"]
         outside = [name for name in records if not is_plain_name(name)]
         if outside:

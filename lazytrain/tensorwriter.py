@@ -51,14 +51,18 @@ class FileRecord(NamedTuple):
         return cls(len(content), zlib.crc32(content), {})
 
 
-def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def build_header(
+    specs: Iterable[TensorSpec], metadata: Mapping[str, str], *, multiple: int = 8
+) -> tuple[bytes, dict[str, int]]:
     """Return all bytes before the data section, and where each tensor starts in the file.
 
-    Wider elements come first, so that every tensor is aligned to its element.
+    Args:
+        specs: in the order of their data.
+        multiple: the data section starts at a multiple of this many bytes.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, position = {}, 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+    for spec in specs:
         if spec.name in starts or spec.name == "__metadata__":
             raise ModelFileError(f"The tensor name {spec.name!r} can't be used twice in one file.")
         if spec.dtype not in _NAMES:
@@ -68,7 +72,7 @@ def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tu
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % multiple)
     data_start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: data_start + start for name, start in starts.items()}
 
@@ -98,7 +102,8 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
-        specs = tuple(specs)
+        # Wider elements come first, so that every tensor is aligned to its element.
+        specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         header, self._starts = build_header(specs, metadata or {})
         self._missing = {spec.name: spec for spec in specs}
         self._size_bytes = len(header) + sum(spec.num_bytes for spec in self._missing.values())

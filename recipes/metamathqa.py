@@ -9,7 +9,7 @@ prepare -> profile and plan -> train -> checkpoint, model directory -> exact mat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lazytrain.errors import ConfigError, LazyTrainError
-from lazytrain.export import check_target
+from lazytrain.export import check_target, read_texts
 from lazytrain.lanes import Span
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
@@ -108,6 +108,7 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             spill_dir=options.spill_dir,
             programs=setup.programs,
         )
+        texts = read_texts(job.model_dir, setup.dtype)
         before_bytes = resident_host_bytes()
         state = start(options, job, step, say)
     bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
@@ -118,9 +119,9 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             before = evaluate(state, job, options, "before training", options.out / "samples_before.jsonl", stop)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        state, spans = train(options, job, step, state, stop, trackers)
+        state, spans = train(options, job, step, state, stop, trackers, texts)
         tiers = measure_tiers(planned, state.engine, device, before_bytes)
-        save_state(state, options.out, meta=run_meta(options, job))
+        save_state(state, options.out, meta=run_meta(options, job), texts=texts)
         if stop.requested:
             say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
             return
@@ -247,9 +248,19 @@ def run_meta(options: Options, job: Job) -> dict[str, Any]:
 
 
 def train(
-    options: Options, job: Job, step: TrainStep, state: TrainState, stop: GracefulStop, trackers: Trackers
+    options: Options,
+    job: Job,
+    step: TrainStep,
+    state: TrainState,
+    stop: GracefulStop,
+    trackers: Trackers,
+    texts: Mapping[str, bytes],
 ) -> tuple[TrainState, tuple[Span, ...]]:
-    """Take the remaining steps; return the last state and the trace of one step."""
+    """Take the remaining steps; return the last state and the trace of one step.
+
+    Args:
+        texts: what makes a checkpoint a model directory (`read_texts`).
+    """
     spans: tuple[Span, ...] = ()
     first, num_params = state.step, job.model.num_params
     with (
@@ -268,7 +279,7 @@ def train(
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
             bar.advance(note=describe_metrics(metrics, counts, num_params=num_params))
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
-                save_state(state, options.out, meta=run_meta(options, job))
+                save_state(state, options.out, meta=run_meta(options, job), texts=texts)
     return state, spans
 
 

@@ -11,7 +11,7 @@ def make_files(value):
     generator = torch.Generator().manual_seed(value)
     return [
         ("embed.safetensors", {"w": torch.randn(7, 3, generator=generator).bfloat16(), "t": torch.tensor(value)}),
-        ("block_0.safetensors", lambda: {"w": torch.randn(123, generator=generator), "m": torch.zeros(0)}),
+        ("block_0.states", lambda: {"w": torch.randn(123, generator=generator), "m": torch.zeros(0)}),
     ]
 
 

@@ -168,7 +168,7 @@ def run_cases(directory: Path, seed: int, num_cases: int) -> dict[str, Any]:
             raise CheckpointError(problems[0])
 
     kinds: dict[str, tuple[Path, Callable[[bytes, random.Random], bytes], Callable[[Path], None]]] = {
-        "header": (checkpoint / "unit_00000.safetensors", damage_header, read_tensors),
+        "header": (checkpoint / "unit-00001.states", damage_header, read_tensors),
         "shard": (bare / "model-00001-of-00004.safetensors", damage_header, lambda path: read_model(bare)),
         "index": (bare / "model.safetensors.index.json", damage_text, lambda path: read_model(bare)),
         "config": (bare / "config.json", damage_text, lambda path: read_model(bare)),

@@ -5,7 +5,7 @@ import torch
 from toys import make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, gradients
-from lazytrain.gradients import GradientSink, norm_of_squares, round_in_place
+from lazytrain.gradients import GradientSink, round_in_place
 from lazytrain.homes import Homes, build_homes
 from lazytrain.kernels.norm import reference_square_sum
 from lazytrain.lanes import Lanes
@@ -81,8 +81,3 @@ def test_buffers_in_flight_are_held_until_there_is_something_to_wait_for(device:
     assert len(sink.room_for(homes.units[1])) == 1
     assert len(sink.room_for_forward()) == 1
     assert sink.room_for_forward() == []
-
-
-def test_the_first_sum_that_is_not_finite_is_named() -> None:
-    assert norm_of_squares([9.0, 16.0]) == (5.0, None)
-    assert norm_of_squares([1.0, float("inf"), float("nan")])[1] == 1

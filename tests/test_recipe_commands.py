@@ -15,6 +15,7 @@ from lazytrain.recipes.command import main
 from lazytrain.recipes.model_evaluation import FileEngine
 from lazytrain.shards import open_model_dir
 from lazytrain.solver.plan import Plan
+from lazytrain.store_manifest import MODEL_CHECKSUMS
 from lazytrain.trainer import TrainState, read_params
 from lazytrain.transformer import transformer_model
 
@@ -116,8 +117,17 @@ def test_export_of_the_checkpoint_is_the_runs_own_model(out: Path, tmp_path: Pat
     assert main(["export", str(out), "--to", str(tmp_path / "model")]) == 0
     assert_equal_models(tmp_path / "model", out / "model")
     assert main(["verify", str(tmp_path / "model")]) == 0
-    names = {path.name for path in (out / "model").iterdir()}
-    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    # A checkpoint is a model: other tools load it as it is, and an export is a copy of what it needs.
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert_equal_models(checkpoint, out / "model")
+    names = {path.name for path in checkpoint.iterdir() if not path.name.endswith(".states")}
+    assert {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors.index.json"} <= names
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names - {"manifest.json"} | {MODEL_CHECKSUMS}
+    (checkpoint / "config.json").rename(tmp_path / "config.json")
+    assert main(["export", str(out), "--to", str(tmp_path / "model")]) == 2
+    assert main(["export", str(out), "--to", str(tmp_path / "again"), "--model", str(out / "base_model")]) == 0
+    (tmp_path / "config.json").rename(checkpoint / "config.json")
+    assert_equal_models(tmp_path / "again", out / "model")
 
 
 @pytest.mark.parametrize(
