@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,19 +27,29 @@ from lazytrain.durable import (
     write_file,
 )
 from lazytrain.errors import CheckpointError, ConfigError, ModelFileError
-from lazytrain.export import METADATA
 from lazytrain.paths import is_plain_name
 from lazytrain.shards import CONFIG, INDEX, SIDE_FILES
 from lazytrain.store_checks import find_damage
 from lazytrain.store_manifest import ManifestError, ManifestVersionError, encode_manifest, is_count, read_manifest
 from lazytrain.tensorfile import STATES_SUFFIX, TensorFile, holds_tensors
-from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec
+from lazytrain.tensorwriter import METADATA, FileRecord, TensorFileWriter, TensorSpec
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "lazytrain-checkpoint", 2
 TEXTS = (CONFIG, INDEX, *SIDE_FILES)
 
 Producer = Callable[[], Mapping[str, Tensor]]
+
+
+class Linked(NamedTuple):
+    """A file that is on the disk already.
+
+    link: gives it a name and returns its record, or None where that can't be. tensors: makes the tensors for a copy.
+    """
+
+    link: Callable[[Path], FileRecord | None]
+    tensors: Producer
+
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 
@@ -101,7 +111,7 @@ class Checkpoint:
 def save_checkpoint(
     run_dir: Path,
     step: int,
-    files: Iterable[tuple[str, Producer | Mapping[str, Tensor]]],
+    files: Iterable[tuple[str, Linked | Producer | Mapping[str, Tensor]]],
     meta: Mapping[str, Any],
     keep: int = 2,
     texts: Mapping[str, bytes] | None = None,
@@ -110,7 +120,7 @@ def save_checkpoint(
 
     Args:
         step: optimizer steps done; names the directory.
-        files: (plain name of a file of tensors, its tensors or a function that makes them), one at a time.
+        files: (plain name of a file of tensors, its tensors or where they come from), one at a time.
         meta: JSON, returned by `Checkpoint.meta`.
         keep: at least 1.
         texts: the content of further files, of `TEXTS`.
@@ -131,7 +141,7 @@ def save_checkpoint(
         parent.mkdir(parents=True, exist_ok=True)
         remove_stale_directories(parent, ".step_")
         with stage_directory(target) as staged:
-            records = {name: _write_tensors(staged, name, tensors) for name, tensors in files}
+            records = {name: _save_file(staged, name, source) for name, source in files}
             for name, content in (texts or {}).items():
                 assert name in TEXTS, name
                 write_file(staged / name, content)
@@ -152,6 +162,13 @@ def find_checkpoints(run_dir: Path) -> list[Checkpoint]:
         except CheckpointError as error:
             warnings.warn(f"Skipping a broken checkpoint: {error}", RuntimeWarning, stacklevel=2)
     return checkpoints
+
+
+def count_checkpoints(run_dir: Path) -> int:
+    """Return the number of checkpoints with an intact manifest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever reads them will name the broken ones
+        return len(find_checkpoints(run_dir))
 
 
 def latest_valid(run_dir: Path) -> Checkpoint | None:
@@ -199,6 +216,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if strangers:
         raise CheckpointError(f"{path / MANIFEST} lists {strangers[0]!r}, which no checkpoint holds. Don't use it.")
     return Checkpoint(path=path, step=step, meta=meta, files=files)
+
+
+def _save_file(directory: Path, name: str, source: Linked | Producer | Mapping[str, Tensor]) -> FileRecord:
+    if not isinstance(source, Linked):
+        return _write_tensors(directory, name, source)
+    return source.link(directory / name) or _write_tensors(directory, name, source.tensors)
 
 
 def _write_tensors(directory: Path, name: str, tensors: Producer | Mapping[str, Tensor]) -> FileRecord:

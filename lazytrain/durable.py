@@ -25,6 +25,7 @@ STAGED_MARK = ".lazytrain-tmp-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -116,6 +117,33 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def try_link(source: Path, target: Path) -> bool:
+    """Give a file a second name; return False where that can't be: another file system, or one that has no such names.
+
+    Raises:
+        OSError: any other failure, such as a full disk.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
+def can_link(source_dir: Path, target_dir: Path) -> bool:
+    """Try whether a file in one directory may get a second name in the other; both exist."""
+    stem = f"{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    source, target = source_dir / stem, target_dir / stem
+    os.close(create_file(source))
+    try:
+        return try_link(source, target)
+    finally:
+        target.unlink(missing_ok=True)
+        source.unlink()
 
 
 def sync_directory(path: Path) -> None:

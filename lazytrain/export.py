@@ -18,11 +18,9 @@ from lazytrain.errors import ModelFileError
 from lazytrain.shards import CONFIG, INDEX, SIDE_FILES, SINGLE, ModelDir
 from lazytrain.store_manifest import MODEL_CHECKSUMS, MODEL_FORMAT, MODEL_VERSION, encode_manifest
 from lazytrain.tensorfile import TensorFile
-from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec, build_header
+from lazytrain.tensorwriter import METADATA, FileRecord, TensorFileWriter, TensorSpec, build_header
 
 MAX_SHARD_BYTES = 5 * 2**30
-# transformers wants "format"; "writer" is how a later export knows a directory of ours.
-METADATA = {"format": "pt", "writer": "lazytrain"}
 
 
 class ExportPlan(NamedTuple):

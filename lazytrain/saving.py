@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Model
-from lazytrain.checkpoint import Checkpoint, Producer, latest_valid, save_checkpoint
-from lazytrain.errors import CheckpointError
+from lazytrain.checkpoint import Checkpoint, Linked, Producer, count_checkpoints, latest_valid, save_checkpoint
+from lazytrain.durable import can_link, explain_os_error
+from lazytrain.errors import CheckpointError, MemoryBudgetError
 from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, encode_index, export_model, plan_export
 from lazytrain.homes import Homes, UnitHome, owned_params
 from lazytrain.shards import INDEX, ModelDir
@@ -22,13 +23,15 @@ from lazytrain.store_units import UnitFiles, name_files, state_tensors, weight_t
 from lazytrain.tensorwriter import TensorSpec
 from lazytrain.trainer import TrainState, TrainStep, live_engine, read_params
 
+NUM_KEPT = 2  # checkpoints, where nobody says otherwise
+
 
 def save_state(
     state: TrainState,
     run_dir: Path,
     *,
     meta: Mapping[str, Any],
-    keep: int = 2,
+    keep: int = NUM_KEPT,
     texts: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save a checkpoint of the state (which stays usable).
@@ -38,7 +41,9 @@ def save_state(
         keep: checkpoints to keep, this one included.
         texts: config and tokenizer (`read_texts`), with which other tools load the checkpoint as a model.
 
-    Memory: the weights or the states of one unit, where they aren't in RAM anyway.
+    What is on NVMe is linked, not written again, where `shared_checkpoints` said so and the file system can.
+
+    Memory: the weights or the states of one unit, where they aren't in RAM anyway and must be copied.
     Raises:
         CheckpointError: a full disk or a failed write; older checkpoints and the training are intact.
     """
@@ -56,7 +61,7 @@ def save_state(
     }
     index = {place.full_name: files.weights for home, files in zip(homes, names) for place in home.layout.places}
     num_bytes = sum(place.numel for home in homes for place in home.layout.places) * engine.dtype.itemsize
-    return save_checkpoint(
+    path = save_checkpoint(
         run_dir,
         state.step,
         _list_files(engine.homes, homes, names),
@@ -64,10 +69,37 @@ def save_state(
         keep=keep,
         texts={INDEX: encode_index(index, num_bytes, {}), **(texts or {})},
     )
+    if engine.homes.spill is not None and engine.homes.shares_files:
+        try:
+            engine.homes.spill.restock()
+        except MemoryBudgetError as error:
+            raise CheckpointError(f"{path} is complete, but the next step needs room beside it. {error}") from error
+    return path
 
 
-def _list_files(homes: Homes, units: Sequence[UnitHome], names: Sequence[UnitFiles]) -> Iterator[tuple[str, Producer]]:
-    """Yield (file name, function that makes its tensors) for the two files of every unit."""
+def count_shared(run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT) -> int | None:
+    """Return for how many checkpoints a trainer must take room on NVMe (`shared_checkpoints` of `make_train_step`).
+
+    Those that are there already have theirs, which the next ones inherit as they are deleted.
+
+    Returns:
+        0 to `keep`; None where the file systems of the two directories, which are made, can't share files.
+    """
+    parent = run_dir / "checkpoints"
+    try:
+        for directory in (parent, spill_dir):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not can_link(spill_dir, parent):
+            return None
+    except OSError as error:
+        raise CheckpointError(explain_os_error(error, "Trying the directories of the run", spill_dir)) from error
+    return max(0, keep - count_checkpoints(run_dir))
+
+
+def _list_files(
+    homes: Homes, units: Sequence[UnitHome], names: Sequence[UnitFiles]
+) -> Iterator[tuple[str, Producer | Linked]]:
+    """Yield (file name, where its tensors come from) for the two files of every unit."""
 
     def weights(home: UnitHome) -> Mapping[str, Tensor]:
         return dict(weight_tensors(home.layout, homes.weights_slab(home)))
@@ -76,8 +108,13 @@ def _list_files(homes: Homes, units: Sequence[UnitHome], names: Sequence[UnitFil
         return dict(state_tensors(home.layout, homes.state_slab(home)))
 
     for home, files in zip(units, names):
-        yield files.weights, partial(weights, home)
-        yield files.states, partial(states, home)
+        sources: tuple[tuple[str, str, str, Producer], ...] = (
+            (files.weights, "weights", home.plan.weights, partial(weights, home)),
+            (files.states, "state", home.plan.states, partial(states, home)),
+        )
+        for name, what, place, make in sources:
+            is_shared = homes.shares_files and place == "nvme"
+            yield name, Linked(partial(homes.link, home, what), make) if is_shared else make
 
 
 def resume_state(

@@ -7,15 +7,23 @@
 
 The working weight is the upper half of the master, which is stored here and nowhere else. The names don't depend on
 where the plan keeps anything: a run resumes under any plan, with the same bits.
+
+What the plan keeps on NVMe is a blob that becomes such a file by the header before it, so that a checkpoint may link
+it: the weights end to end (a loader knows no padding), the state slab as it is, its gaps under names that nobody reads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lazytrain.layout import TensorPlace, UnitLayout, groups_in_row, rows_and_cols
-from lazytrain.tensorfile import STATES_SUFFIX
+from lazytrain.store_io import BLOCK_BYTES
+from lazytrain.tensorfile import PADDING, STATES_SUFFIX
+from lazytrain.tensorwriter import METADATA, TensorSpec, build_header
 
 
 class UnitFiles(NamedTuple):
@@ -45,6 +53,60 @@ def state_tensors(layout: UnitLayout, slab: Tensor) -> Iterator[tuple[str, Tenso
     for place in layout.places:
         for suffix, view in _state_views(layout, place, parts):
             yield f"{place.full_name}.{suffix}", view
+
+
+def weights_header(layout: UnitLayout) -> bytes:
+    """Return what stands before `packed_weights` in a file of weights: whole blocks of 4096 bytes."""
+    specs = [TensorSpec(place.full_name, layout.dtype, place.shape) for place in layout.places]
+    return build_header(specs, METADATA, multiple=BLOCK_BYTES)[0]
+
+
+def states_header(layout: UnitLayout) -> bytes:
+    """Return what stands before a state slab in a file of states: whole blocks of 4096 bytes."""
+    slab = torch.empty(layout.state_bytes, dtype=torch.uint8, device="meta")
+    views = state_tensors(layout, slab)
+    tensors = [(int(view.storage_offset()) * view.element_size(), name, view) for name, view in views]
+    specs: list[TensorSpec] = []
+    position = 0
+    for start, name, view in [*sorted(tensors, key=itemgetter(0)), (layout.state_bytes, "", slab[:0])]:
+        if start > position:
+            specs.append(TensorSpec(f"{PADDING}{position}", torch.uint8, (start - position,)))
+        if name:
+            specs.append(TensorSpec(name, view.dtype, tuple(map(int, view.shape))))
+        position = start + view.numel() * view.element_size()
+    return build_header(specs, {}, multiple=BLOCK_BYTES)[0]
+
+
+def packed_bytes(layout: UnitLayout) -> int:
+    """Return the size of `packed_weights`: of all tensors, without padding."""
+    return sum(place.numel for place in layout.places) * layout.dtype.itemsize
+
+
+def is_packed(layout: UnitLayout) -> bool:
+    """Return whether a weight slab has padding at its end at most, which is so where sizes are multiples of 128."""
+    return all(a.offset + a.numel == b.offset for a, b in pairwise(layout.places))
+
+
+def packed_weights(layout: UnitLayout, weights: Tensor) -> Tensor:
+    """Return a weight slab's tensors end to end, uint8: a view of the slab, or a copy where padding is between them."""
+    if is_packed(layout):
+        return weights.view(torch.uint8)[: packed_bytes(layout)]
+    return torch.cat([view.reshape(-1) for _, view in weight_tensors(layout, weights)]).view(torch.uint8)
+
+
+def unpack_weights_into(layout: UnitLayout, read_into: Callable[[Tensor], None], weights: Tensor) -> None:
+    """Fill a weight slab from `packed_weights`, which `read_into` writes into a uint8 tensor; padding becomes zero."""
+    if is_packed(layout):
+        read_into(weights.view(torch.uint8)[: packed_bytes(layout)])
+        weights.view(torch.uint8)[packed_bytes(layout) :].zero_()
+        return
+    packed = torch.empty(packed_bytes(layout), dtype=torch.uint8)
+    read_into(packed)
+    weights.zero_()
+    position, flat = 0, packed.view(layout.dtype)
+    for _, target in weight_tensors(layout, weights):
+        target.view(-1).copy_(flat[position : position + target.numel()])
+        position += target.numel()
 
 
 def _state_views(layout: UnitLayout, place: TensorPlace, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -230,8 +230,8 @@ def _check_metrics(path: Path, report: Report) -> None:
 
 
 def _describe(target: _Target) -> str:
-    tensors = sum(len(record.tensor_crc32) for record in target.files.values())
-    return f"{len(target.files)} files, {tensors} tensors, {target.num_bytes / MIB:.1f} MiB"
+    sums = sum(1 + len(record.tensor_crc32) + len(record.piece_checksums) for record in target.files.values())
+    return f"{len(target.files)} files, {sums} checksums, {target.num_bytes / MIB:.1f} MiB"
 
 
 def _mib(num_bytes: int) -> int:

@@ -39,6 +39,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 # A checkpoint's states are safetensors too, under a name that no loader of models looks for.
 STATES_SUFFIX = ".states"
+# Begins the name of what only fills a gap between two tensors of such a file.
+PADDING = "lazytrain.padding."
 
 # The format's own limit; a real header has about 120 bytes a tensor.
 MAX_HEADER_BYTES = 100_000_000

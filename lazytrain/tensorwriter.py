@@ -19,6 +19,9 @@ from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, strea
 from lazytrain.errors import ModelFileError
 from lazytrain.tensorfile import DTYPES
 
+# Of a model's file. transformers wants "format"; "writer" is how a later export knows a directory of ours.
+METADATA = {"format": "pt", "writer": "lazytrain"}
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -38,12 +41,15 @@ class TensorSpec(NamedTuple):
 class FileRecord(NamedTuple):
     """What was written: size of the file, CRC-32 of all before the data section, CRC-32 of each tensor.
 
-    A file that is no safetensors file has no data section: `header_crc32` is that of all its bytes.
+    A file that is no safetensors file has no data section: `header_crc32` is that of all its bytes. A file that was
+    linked, not written, has the checksums that were taken when its data was: `store_io.piece_checksum` of every 8 MiB
+    of the data section, in place of those of the tensors.
     """
 
     size_bytes: int
     header_crc32: int
     tensor_crc32: dict[str, int]
+    piece_checksums: tuple[int, ...] = ()
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "FileRecord":

@@ -18,6 +18,7 @@ import torch
 
 from lazytrain.errors import ConfigError, LazyTrainError
 from lazytrain.export import check_target, read_texts
+from lazytrain.homes import spill_room
 from lazytrain.lanes import Span
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
@@ -30,10 +31,10 @@ from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate
 from lazytrain.recipes.metrics import MetricsFile, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
-from lazytrain.recipes.outcome import describe_plan, measure_tiers, write_outcome
+from lazytrain.recipes.outcome import describe_plan, describe_room, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
 from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
-from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
+from lazytrain.saving import NUM_KEPT, count_shared, export_state, plan_state_export, resume_state, save_state
 from lazytrain.schedules import cosine
 from lazytrain.signals import GracefulStop
 from lazytrain.slabs import resident_host_bytes
@@ -93,6 +94,7 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     """Do all stages of the run in order; a signal ends it between two of them, or between two steps."""
     say = print_line
     with stop.at_once():
+        shared = count_shared(options.out, options.spill_dir) if options.spill_dir is not None else None
         setup = set_up(options, say)
         job, device, planned = setup.job, setup.device, setup.planned
         planned.plan.save(options.out / "plan.json")
@@ -106,8 +108,12 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             device=device,
             dtype=setup.dtype,
             spill_dir=options.spill_dir,
+            shared_checkpoints=shared,
             programs=setup.programs,
         )
+        room = spill_room(job.model, planned.plan, setup.optimizer.settings, setup.dtype, shared)
+        for line in describe_room(*room, shared):
+            say(line)
         texts = read_texts(job.model_dir, setup.dtype)
         before_bytes = resident_host_bytes()
         state = start(options, job, step, say)
@@ -196,7 +202,13 @@ def make_plan(
     say: Callable[[str], None],
 ) -> Planned:
     """Profile this machine with this model, then solve for a plan; or read the plan that the user names."""
-    limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
+    limits = default_limits(
+        device,
+        gpu_memory=options.gpu_memory,
+        host_memory=options.host_memory,
+        spill_dir=options.spill_dir,
+        shared_checkpoints=NUM_KEPT,
+    )
     start_s = time.perf_counter()
     profiler = Profiler(
         model=job.model,

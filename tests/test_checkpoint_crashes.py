@@ -11,7 +11,18 @@ from checkpoint_files import assert_whole, latest_without_warning, make_files, s
 from lazytrain.checkpoint import save_checkpoint
 from lazytrain.errors import CheckpointError
 
-SYSTEM_CALLS = ["pwrite", "fsync", "posix_fallocate", "rename", "mkdir", "unlink", "rmdir", "ftruncate", "close"]
+SYSTEM_CALLS = [
+    "pwrite",
+    "fsync",
+    "posix_fallocate",
+    "rename",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "close",
+    "link",
+]
 
 
 def count_calls(action, monkeypatch, at=None, do=None):

@@ -132,7 +132,7 @@ def test_a_save_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     step = make_step("all on nvme", tmp_path, torch.bfloat16)
     state = step.init(make_params(make_model()))
     alive: list[weakref.ref[torch.Tensor]] = []
-    real = Homes._read
+    real = Homes._read_target
 
     def read(*args: Any) -> torch.Tensor:
         assert not any(ref() is not None for ref in alive), "an older slab is still held"
@@ -140,7 +140,7 @@ def test_a_save_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         alive.append(weakref.ref(slab))
         return slab
 
-    monkeypatch.setattr(Homes, "_read", read)
+    monkeypatch.setattr(Homes, "_read_target", read)
     save_state(state, tmp_path / "run", meta=META)
     assert len(alive) == 8
 

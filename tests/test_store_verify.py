@@ -169,11 +169,11 @@ def test_a_disk_that_cannot_read_is_an_error_that_names_the_tensor(
 
 def test_a_signal_ends_a_verification_without_reading_the_rest(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(run_dir / "checkpoints/step_00000003")
-    read: list[str | None] = []
+    read: list[tuple[str, ...]] = []
     real = store_checks.check_part
 
     def slow(part: store_checks.Part) -> str | None:
-        read.append(part.tensor)
+        read.append(part.tensors)
         time.sleep(0.01)
         return real(part)
 
