@@ -178,9 +178,14 @@ def lock_directory(path: Path) -> int | None:
     return fd
 
 
+def temporary_name(parent: Path, stem: str) -> Path:
+    """Return a new path that `remove_stale_directories` removes, once nobody holds its lock."""
+    return parent / f"{stem}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+
+
 def make_locked_directory(parent: Path, stem: str) -> tuple[Path, int | None]:
     """Make a directory of our own in `parent`, marked as temporary; return it and its lock."""
-    path = parent / f"{stem}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    path = temporary_name(parent, stem)
     path.mkdir()
     return path, lock_directory(path)
 
@@ -197,10 +202,13 @@ def remove_stale_directories(parent: Path, stem: str) -> None:
 
 
 @contextlib.contextmanager
-def stage_directory(target: Path) -> Iterator[Path]:
+def stage_directory(target: Path, keep_old: Path | None = None) -> Iterator[Path]:
     """Give an empty directory that becomes `target`, durably and at once, when the block ends without an error.
 
     An older `target` stays whole until then and is removed after. On an error the staged directory is removed.
+
+    Args:
+        keep_old: where to move an older `target` instead, beside it; nothing has that name yet.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     stem = f".{target.name}"
@@ -210,6 +218,8 @@ def stage_directory(target: Path) -> Iterator[Path]:
         yield staged
         sync_directory(staged)
         publish(staged, target)
+        if keep_old is not None and staged.exists():
+            os.rename(staged, keep_old)
         sync_with_ancestors(target.parent)
     finally:
         # After an exchange this name holds the old directory; after an error, the unfinished one.
@@ -224,7 +234,7 @@ def publish(staged: Path, target: Path) -> None:
         os.rename(staged, target)
     elif not _exchange(staged, target):
         # No such call on this file system: for an instant `target` is absent and the old one has a hidden name.
-        aside = target.parent / f".{target.name}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+        aside = temporary_name(target.parent, f".{target.name}")
         os.rename(target, aside)
         os.rename(staged, target)
         os.rename(aside, staged)
@@ -241,6 +251,6 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def discard_directory(path: Path) -> None:
     """Delete a directory of our own so that a crash on the way leaves no half of it under its name."""
-    trash = path.parent / f".{path.name}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    trash = temporary_name(path.parent, f".{path.name}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)

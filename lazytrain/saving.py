@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Model
-from lazytrain.checkpoint import Checkpoint, Linked, Producer, count_checkpoints, latest_valid, save_checkpoint
+from lazytrain.checkpoint import Checkpoint, count_checkpoints, latest_valid
 from lazytrain.durable import can_link, explain_os_error
 from lazytrain.errors import CheckpointError, MemoryBudgetError
 from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, encode_index, export_model, plan_export
 from lazytrain.homes import Homes, UnitHome, owned_params
 from lazytrain.shards import INDEX, ModelDir
+from lazytrain.store_saving import Linked, Producer, save_checkpoint
 from lazytrain.store_units import UnitFiles, name_files, state_tensors, weight_tensors
 from lazytrain.tensorwriter import TensorSpec
 from lazytrain.trainer import TrainState, TrainStep, live_engine, read_params

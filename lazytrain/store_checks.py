@@ -68,7 +68,7 @@ def find_damage(
             problems.append(((index, -1), problem))
             advance(record.size_bytes)
     if from_disk:
-        _drop_cached({part.path for _, part in parts})
+        forget_cached({part.path for _, part in parts})
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         for (index, part), problem in zip(parts, pool.map(check_part, (part for _, part in parts))):
@@ -162,8 +162,8 @@ def _outline(directory: Path, name: str, record: FileRecord, follow_links: bool)
     return parts, None
 
 
-def _drop_cached(paths: Iterable[Path]) -> None:
-    """Ask the kernel to forget clean pages of files."""
+def forget_cached(paths: Iterable[Path]) -> None:
+    """Ask the kernel to forget clean pages of files, so that the next read is the disk's."""
     for path in paths:
         with contextlib.suppress(OSError):  # a hint; reading the file will say what is wrong with it
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

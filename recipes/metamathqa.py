@@ -291,6 +291,7 @@ def train(
                 bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
             bar.advance(note=describe_metrics(metrics, counts, num_params=num_params))
             if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
+                metrics_file.sync()
                 save_state(state, options.out, meta=run_meta(options, job), texts=texts)
     return state, spans
 

@@ -4,7 +4,8 @@ import warnings
 
 import torch
 
-from lazytrain.checkpoint import latest_valid, save_checkpoint
+from lazytrain.checkpoint import latest_valid
+from lazytrain.store_saving import save_checkpoint
 
 
 def make_files(value):

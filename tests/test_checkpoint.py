@@ -7,9 +7,10 @@ import pytest
 import torch
 from checkpoint_files import assert_whole, latest_without_warning, make_files, save, steps
 
-from lazytrain.checkpoint import OtherVersionError, find_checkpoints, latest_valid, open_checkpoint, save_checkpoint
+from lazytrain.checkpoint import OtherVersionError, find_checkpoints, latest_valid, open_checkpoint
 from lazytrain.errors import CheckpointError, ConfigError
 from lazytrain.store_manifest import canonical
+from lazytrain.store_saving import save_checkpoint
 
 
 def test_checkpoint_comes_back_bit_equal(tmp_path):

@@ -11,10 +11,11 @@ from checkpoint_files import assert_whole, save
 from crash_states import Recorder, build_state, crash_states
 from test_store_units import layout_of
 
-from lazytrain.checkpoint import Linked, latest_valid, save_checkpoint
+from lazytrain.checkpoint import latest_valid
 from lazytrain.export import export_model, plan_export
 from lazytrain.shards import open_model_dir
 from lazytrain.spill import SpillStore
+from lazytrain.store_saving import Linked, save_checkpoint
 from lazytrain.store_units import states_header
 from lazytrain.tensorfile import TensorFile
 from lazytrain.tensorwriter import FileRecord, TensorSpec

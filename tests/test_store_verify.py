@@ -16,11 +16,12 @@ from store_runs import META, export_toy, flip_bit, make_run, make_step
 from test_trainer import PLANS
 
 from lazytrain import store_checks
-from lazytrain.checkpoint import open_checkpoint, save_checkpoint
+from lazytrain.checkpoint import open_checkpoint
 from lazytrain.errors import CheckpointError, ModelFileError
 from lazytrain.saving import resume_state
 from lazytrain.shards import open_model_dir
 from lazytrain.store import main
+from lazytrain.store_saving import save_checkpoint
 from lazytrain.store_verify import verify_directory
 from lazytrain.tensorfile import TensorFile
 
