@@ -19,12 +19,18 @@ from typing import Any
 from lazytrain.errors import CheckpointError, ModelFileError
 from lazytrain.shards import CONFIG, INDEX, SIDE_FILES
 from lazytrain.store_checks import find_damage
-from lazytrain.store_manifest import ManifestError, ManifestVersionError, is_count, read_manifest
+from lazytrain.store_manifest import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINT_VERSION,
+    MANIFEST,
+    ManifestError,
+    ManifestVersionError,
+    is_count,
+    read_manifest,
+)
 from lazytrain.tensorfile import TensorFile, holds_tensors
 from lazytrain.tensorwriter import FileRecord
 
-MANIFEST = "manifest.json"
-FORMAT, VERSION = "lazytrain-checkpoint", 2
 TEXTS = (CONFIG, INDEX, *SIDE_FILES)
 
 _STEP_NAME = re.compile(r"step_(\d{8,})")
@@ -132,7 +138,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: there is none, it is damaged, of another version, or lists a file outside the directory.
     """
     try:
-        body, files = read_manifest(path / MANIFEST, FORMAT, VERSION)
+        body, files = read_manifest(path / MANIFEST, CHECKPOINT_FORMAT, CHECKPOINT_VERSION)
     except ManifestVersionError as error:
         raise OtherVersionError(
             f"{error} Go on with the release that saved it; or let that release export it, and train from the export."

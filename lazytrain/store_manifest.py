@@ -16,7 +16,9 @@ from lazytrain.errors import LazyTrainError
 from lazytrain.paths import is_plain_name
 from lazytrain.tensorwriter import FileRecord
 
-# In a model directory of ours; a checkpoint has its own manifest.
+MANIFEST = "manifest.json"
+CHECKPOINT_FORMAT, CHECKPOINT_VERSION = "lazytrain-checkpoint", 2
+# In a model directory of ours; a checkpoint, which is one too, has its own manifest.
 MODEL_CHECKSUMS = "lazytrain_checksums.json"
 MODEL_FORMAT, MODEL_VERSION = "lazytrain-model", 1
 

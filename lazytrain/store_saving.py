@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lazytrain.checkpoint import FORMAT, MANIFEST, TEXTS, VERSION, open_checkpoint, step_directories, step_name
+from lazytrain.checkpoint import TEXTS, open_checkpoint, step_directories, step_name
 from lazytrain.durable import (
     discard_directory,
     explain_os_error,
@@ -26,7 +26,7 @@ from lazytrain.durable import (
 from lazytrain.errors import CheckpointError, ConfigError
 from lazytrain.paths import is_plain_name
 from lazytrain.store_checks import find_damage, forget_cached
-from lazytrain.store_manifest import encode_manifest
+from lazytrain.store_manifest import CHECKPOINT_FORMAT, CHECKPOINT_VERSION, MANIFEST, encode_manifest
 from lazytrain.tensorfile import STATES_SUFFIX, holds_tensors
 from lazytrain.tensorwriter import METADATA, FileRecord, TensorFileWriter, TensorSpec
 
@@ -85,7 +85,9 @@ def save_checkpoint(
                 assert name in TEXTS, name
                 write_file(staged / name, content)
                 records[name] = FileRecord.of_bytes(content)
-            write_file(staged / MANIFEST, encode_manifest(FORMAT, VERSION, records, step=step, meta=meta))
+            write_file(
+                staged / MANIFEST, encode_manifest(CHECKPOINT_FORMAT, CHECKPOINT_VERSION, records, step=step, meta=meta)
+            )
     except OSError as error:
         raise CheckpointError(explain_os_error(error, f"Saving the checkpoint of step {step}", parent)) from error
     if reason:

@@ -14,9 +14,10 @@ from store_runs import META, flip_bit, make_step
 from toys import make_batch, make_model, make_params
 
 from lazytrain.checkpoint import latest_valid, open_checkpoint
-from lazytrain.errors import CheckpointError, MemoryBudgetError
+from lazytrain.errors import CheckpointError, MemoryBudgetError, ModelFileError
 from lazytrain.homes import spill_room
 from lazytrain.saving import count_shared, resume_state, save_state
+from lazytrain.shards import open_model_dir
 from lazytrain.store_verify import verify_directory
 from lazytrain.tensorfile import PADDING, TensorFile
 from lazytrain.trainer import TrainState, TrainStep, read_params
@@ -248,6 +249,28 @@ def test_a_flipped_bit_of_a_linked_file_is_named(tmp_path: Path) -> None:
             assert f"{name}: {'the piece that holds' if inside else 'the header has changed'}" in problem
             assert all(repr(tensor) in problem or tensor.startswith(PADDING) for tensor in inside)
     assert not verify_directory(path).problems
+
+
+def test_a_checkpoint_that_is_read_as_a_model_is_checked(tmp_path: Path) -> None:
+    """Linked files, those that were written, and the config; each names what changed and what to do."""
+    step, state = start(tmp_path)
+    state, _ = step(state, make_batch(0))
+    path = save_state(state, tmp_path / "run", meta=META, texts={"config.json": b'{"model_type": "qwen2"}'})
+    expected = dict(read_params(state))
+    model = open_model_dir(path)
+    assert model.tensors.keys() == expected.keys()
+    assert all(torch.equal(model.read(name), value) for name, value in expected.items())
+    for tensor in ("embed.table", "blocks.2.up"):
+        info = model.tensors[tensor]
+        flip_bit(path / info.shard, info.start_bytes + 7, 2)
+        with pytest.raises(ModelFileError, match=rf"{info.shard}: .*'{tensor}'.* has changed.*another checkpoint"):
+            open_model_dir(path).read(tensor)
+        flip_bit(path / info.shard, info.start_bytes + 7, 2)
+    for name in ("config.json", "manifest.json", "model.safetensors.index.json"):
+        flip_bit(path / name, 9, 0)
+        with pytest.raises(ModelFileError, match=rf"{name}.*(damaged|changed).*another checkpoint"):
+            open_model_dir(path)
+        flip_bit(path / name, 9, 0)
 
 
 def test_a_record_with_wrong_pieces_is_refused(tmp_path: Path) -> None:
