@@ -33,7 +33,7 @@ from lazytrain.tensorwriter import FileRecord
 
 TEXTS = (CONFIG, INDEX, *SIDE_FILES)
 
-_STEP_NAME = re.compile(r"step_(\d{8,})")
+_STEP_NAME = re.compile(r"step_\d{8,}")
 
 
 class OtherVersionError(CheckpointError):
@@ -101,11 +101,15 @@ def find_checkpoints(run_dir: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def count_checkpoints(run_dir: Path) -> int:
-    """Return the number of checkpoints with an intact manifest."""
+def count_checkpoints(run_dir: Path, run: Any = None) -> int:
+    """Return the number of checkpoints with an intact manifest.
+
+    Args:
+        run: count only those whose meta has this as "run"; None = all.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever reads them will name the broken ones
-        return len(find_checkpoints(run_dir))
+        return sum(run is None or found.meta.get("run") == run for found in find_checkpoints(run_dir))
 
 
 def latest_valid(run_dir: Path) -> Checkpoint | None:
@@ -160,9 +164,14 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_number(path: Path) -> int:
+    """Return the step that the name of a checkpoint's directory says."""
+    return int(path.name.removeprefix("step_"))
+
+
 def step_directories(run_dir: Path) -> list[Path]:
     """Return the directories named like checkpoints, highest step first."""
     parent = run_dir / "checkpoints"
     entries = list(parent.iterdir()) if parent.is_dir() else []
-    found = [(int(match[1]), path) for path in entries if (match := _STEP_NAME.fullmatch(path.name))]
+    found = [(step_number(path), path) for path in entries if _STEP_NAME.fullmatch(path.name)]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir() and not path.is_symlink()]

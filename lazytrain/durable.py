@@ -214,16 +214,20 @@ def stage_directory(target: Path, keep_old: Path | None = None) -> Iterator[Path
     stem = f".{target.name}"
     remove_stale_directories(target.parent, stem)
     staged, lock = make_locked_directory(target.parent, stem)
+    is_ours = True
     try:
         yield staged
         sync_directory(staged)
         publish(staged, target)
-        if keep_old is not None and staged.exists():
-            os.rename(staged, keep_old)
+        if keep_old is not None:
+            is_ours = False
+            if staged.exists():
+                os.rename(staged, keep_old)
         sync_with_ancestors(target.parent)
     finally:
         # After an exchange this name holds the old directory; after an error, the unfinished one.
-        shutil.rmtree(staged, ignore_errors=True)
+        if is_ours:
+            shutil.rmtree(staged, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

@@ -4,6 +4,7 @@ A checkpoint is a model directory that other tools load (weights, index, config,
 `lazytrain.store_units` has the names.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -78,11 +79,15 @@ def save_state(
     return path
 
 
-def count_shared(run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT) -> int | None:
+def count_shared(
+    run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT, meta: Mapping[str, Any] | None = None
+) -> int | None:
     """Return for how many checkpoints a trainer must take room on NVMe (`shared_checkpoints` of `make_train_step`).
 
-    Those that are there already have theirs, which the next ones inherit as they are deleted.
+    Those of this run that are there already have theirs, which the next ones inherit as they are deleted.
 
+    Args:
+        meta: what the run will give to `save_state`, which tells its checkpoints from those of others; None = all are.
     Returns:
         0 to `keep`; None where the file systems of the two directories, which are made, can't share files.
     """
@@ -94,7 +99,8 @@ def count_shared(run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT) -> int | 
             return None
     except OSError as error:
         raise CheckpointError(explain_os_error(error, "Trying the directories of the run", spill_dir)) from error
-    return max(0, keep - count_checkpoints(run_dir))
+    run = None if meta is None else json.loads(json.dumps(meta))
+    return max(0, keep - count_checkpoints(run_dir, run))
 
 
 def _list_files(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lazytrain.checkpoint import TEXTS, open_checkpoint, step_directories, step_name
+from lazytrain.checkpoint import TEXTS, open_checkpoint, step_directories, step_name, step_number
 from lazytrain.durable import (
     discard_directory,
     explain_os_error,
@@ -122,7 +122,7 @@ def _rotate(newest: Path, meta: Mapping[str, Any], keep: int, replaced: Path | N
         replaced: where an older checkpoint of the same step is now, if there was one.
     """
     others = [path for path in step_directories(newest.parents[1]) if path != newest]
-    others.sort(key=lambda path: int(path.name.removeprefix("step_")) > int(newest.name.removeprefix("step_")))
+    others.sort(key=lambda path: step_number(path) > step_number(newest))
     reasons = {path: _reason_to_keep(path, meta) for path in others}
     doomed = [path for path, reason in reasons.items() if reason is None][keep - 1 :]
     if replaced is not None and replaced.exists():
@@ -167,11 +167,14 @@ def _reason_to_keep(path: Path, meta: Mapping[str, Any]) -> str | None:
         return f"it holds step {checkpoint.step}"
     if checkpoint.meta.get("run") != meta.get("run"):
         return "it is of a run with other options"
-    foreign = sorted({entry.name for entry in path.iterdir()} - {MANIFEST, *checkpoint.files})
+    try:
+        foreign = sorted({entry.name for entry in path.iterdir()} - {MANIFEST, *checkpoint.files})
+        changed = [name for name, record in checkpoint.files.items() if not _has_size(path / name, record.size_bytes)]
+    except OSError as error:
+        return f"it can't be read: {error}"
     if foreign:
         return f"it holds files of others ({', '.join(foreign[:3])})"
     texts = {name: record for name, record in checkpoint.files.items() if not holds_tensors(name)}
-    changed = [name for name, record in checkpoint.files.items() if not _has_size(path / name, record.size_bytes)]
     problems = [f"{name} is not as it was saved" for name in changed] or find_damage(path, texts)
     return problems[0] if problems else None
 

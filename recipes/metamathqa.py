@@ -94,13 +94,15 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
     """Do all stages of the run in order; a signal ends it between two of them, or between two steps."""
     say = print_line
     with stop.at_once():
-        shared = count_shared(options.out, options.spill_dir) if options.spill_dir is not None else None
         setup = set_up(options, say)
         job, device, planned = setup.job, setup.device, setup.planned
         planned.plan.save(options.out / "plan.json")
         (options.out / "options.toml").write_text(effective_config(options), encoding="utf-8")
         if options.plan_only:
             return
+        shared = None
+        if options.spill_dir is not None:
+            shared = count_shared(options.out, options.spill_dir, meta=run_meta(options, job))
         step = make_train_step(
             job.model,
             setup.optimizer,
@@ -202,6 +204,8 @@ def make_plan(
     say: Callable[[str], None],
 ) -> Planned:
     """Profile this machine with this model, then solve for a plan; or read the plan that the user names."""
+    if options.spill_dir is not None:
+        options.spill_dir.mkdir(parents=True, exist_ok=True)
     limits = default_limits(
         device,
         gpu_memory=options.gpu_memory,
