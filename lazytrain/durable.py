@@ -25,6 +25,7 @@ STAGED_MARK = ".lazytrain-tmp-"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -118,6 +119,33 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def try_link(source: Path, target: Path) -> bool:
+    """Give a file a second name; return False where that can't be: another file system, or one that has no such names.
+
+    Raises:
+        OSError: any other failure, such as a full disk.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
+def can_link(source_dir: Path, target_dir: Path) -> bool:
+    """Try whether a file in one directory may get a second name in the other; both exist."""
+    stem = f"{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    source, target = source_dir / stem, target_dir / stem
+    os.close(create_file(source))
+    try:
+        return try_link(source, target)
+    finally:
+        target.unlink(missing_ok=True)
+        source.unlink()
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -150,9 +178,14 @@ def lock_directory(path: Path) -> int | None:
     return fd
 
 
+def temporary_name(parent: Path, stem: str) -> Path:
+    """Return a new path that `remove_stale_directories` removes, once nobody holds its lock."""
+    return parent / f"{stem}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+
+
 def make_locked_directory(parent: Path, stem: str) -> tuple[Path, int | None]:
     """Make a directory of our own in `parent`, marked as temporary; return it and its lock."""
-    path = parent / f"{stem}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    path = temporary_name(parent, stem)
     path.mkdir()
     return path, lock_directory(path)
 
@@ -169,23 +202,32 @@ def remove_stale_directories(parent: Path, stem: str) -> None:
 
 
 @contextlib.contextmanager
-def stage_directory(target: Path) -> Iterator[Path]:
+def stage_directory(target: Path, keep_old: Path | None = None) -> Iterator[Path]:
     """Give an empty directory that becomes `target`, durably and at once, when the block ends without an error.
 
     An older `target` stays whole until then and is removed after. On an error the staged directory is removed.
+
+    Args:
+        keep_old: where to move an older `target` instead, beside it; nothing has that name yet.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     stem = f".{target.name}"
     remove_stale_directories(target.parent, stem)
     staged, lock = make_locked_directory(target.parent, stem)
+    is_ours = True
     try:
         yield staged
         sync_directory(staged)
         publish(staged, target)
+        if keep_old is not None:
+            is_ours = False
+            if staged.exists():
+                os.rename(staged, keep_old)
         sync_with_ancestors(target.parent)
     finally:
         # After an exchange this name holds the old directory; after an error, the unfinished one.
-        shutil.rmtree(staged, ignore_errors=True)
+        if is_ours:
+            shutil.rmtree(staged, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
@@ -196,7 +238,7 @@ def publish(staged: Path, target: Path) -> None:
         os.rename(staged, target)
     elif not _exchange(staged, target):
         # No such call on this file system: for an instant `target` is absent and the old one has a hidden name.
-        aside = target.parent / f".{target.name}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+        aside = temporary_name(target.parent, f".{target.name}")
         os.rename(target, aside)
         os.rename(staged, target)
         os.rename(aside, staged)
@@ -213,6 +255,6 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def discard_directory(path: Path) -> None:
     """Delete a directory of our own so that a crash on the way leaves no half of it under its name."""
-    trash = path.parent / f".{path.name}{STAGED_MARK}{uuid.uuid4().hex[:12]}"
+    trash = temporary_name(path.parent, f".{path.name}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)

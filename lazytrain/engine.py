@@ -39,6 +39,7 @@ class Engine:
         device: torch.device,
         dtype: torch.dtype,
         spill_dir: Path | None,
+        shared_checkpoints: int | None,
         programs: ProgramCache,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -52,7 +53,15 @@ class Engine:
         self.updater = Worker("updater", threaded=updates_on_cpu)
         self.spill = SpillStore(spill_dir) if spills and spill_dir is not None else None
         self.homes = build_homes(
-            model, plan, settings, fill=fill, dtype=dtype, lanes=self.lanes, spill=self.spill, progress=progress
+            model,
+            plan,
+            settings,
+            fill=fill,
+            dtype=dtype,
+            lanes=self.lanes,
+            spill=self.spill,
+            shared_checkpoints=shared_checkpoints,
+            progress=progress,
         )
         self.arrivals = Arrivals(self.homes, plan.prefetch_depth, self.lanes, self.writer)
         self.sweep = Sweep(

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from lazytrain.durable import explain_os_error, stage_directory, write_file
 from lazytrain.errors import ModelFileError
-from lazytrain.shards import CONFIG, INDEX, SIDE_FILES, SINGLE
+from lazytrain.shards import CONFIG, INDEX, SIDE_FILES, SINGLE, ModelDir
 from lazytrain.store_manifest import MODEL_CHECKSUMS, MODEL_FORMAT, MODEL_VERSION, encode_manifest
 from lazytrain.tensorfile import TensorFile
-from lazytrain.tensorwriter import FileRecord, TensorFileWriter, TensorSpec, build_header
+from lazytrain.tensorwriter import METADATA, FileRecord, TensorFileWriter, TensorSpec, build_header
 
 MAX_SHARD_BYTES = 5 * 2**30
-# transformers wants "format"; "writer" is how a later export knows a directory of ours.
-METADATA = {"format": "pt", "writer": "lazytrain"}
 
 
 class ExportPlan(NamedTuple):
@@ -111,9 +109,8 @@ def export_model(
         with stage_directory(target) as staged:
             records = _write_shards(staged, plan, tensors, {**extra, **METADATA})
             others = {CONFIG: _to_json(with_dtype(config, plan))}
-            if len(plan.shards) > 1:
-                index = {"metadata": {**extra, "total_size": plan.total_bytes}, "weight_map": plan.weight_map}
-                others[INDEX] = _to_json(index)
+            if [name for name, _ in plan.shards] != [SINGLE]:
+                others[INDEX] = encode_index(plan.weight_map, plan.total_bytes, extra)
             for path in side_files:
                 if path.name not in SIDE_FILES:
                     raise ModelFileError(f"{path} is no side file of a model ({', '.join(SIDE_FILES)}).")
@@ -134,10 +131,24 @@ def with_dtype(config: Mapping[str, Any], plan: ExportPlan) -> dict[str, Any]:
     for _, specs in plan.shards:
         for spec in specs:
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
-    name = str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
-    # "torch_dtype" is the older key, which every version reads; newer files have "dtype".
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
-    return {**config, **dict.fromkeys(keys, name)}
+    return _with_dtype_name(config, max(sizes, key=lambda dtype: sizes[dtype]))
+
+
+def encode_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of an index: tensor name -> file, and the bytes of all tensors."""
+    return _to_json({"metadata": {**metadata, "total_size": total_bytes}, "weight_map": dict(weight_map)})
+
+
+def read_texts(model_dir: ModelDir, dtype: torch.dtype) -> dict[str, bytes]:
+    """Return file name -> content of what a model directory needs beside its weights: config, tokenizer, generation.
+
+    Read at the start of a run, so that a save hours later needs nothing of the base model.
+
+    Args:
+        dtype: of the weights, for the config.
+    """
+    texts = {CONFIG: _to_json(_with_dtype_name(model_dir.config, dtype))}
+    return texts | {path.name: path.read_bytes() for path in model_dir.side_files}
 
 
 def _write_shards(
@@ -161,6 +172,12 @@ def _write_shards(
         if unfinished:
             raise ModelFileError(f"These tensors were planned and never came: {', '.join(unfinished[:20])}.")
     return records
+
+
+def _with_dtype_name(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    # "torch_dtype" is the older key, which every version reads; newer files have "dtype".
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
 
 def _is_replaceable(target: Path) -> bool:

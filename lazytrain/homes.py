@@ -4,9 +4,12 @@ A home is host RAM (a pinned slab of exact size), the device (resident) or NVMe 
 Nothing here moves data on its own but `load_unit` at the start and the readers at the end: the sweep does.
 """
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from lazytrain.optimizer import AdamWSettings
 from lazytrain.slabs import allocate_slab
 from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.spill import SpillStore
+from lazytrain.store_slots import count_slots
+from lazytrain.store_units import packed_bytes, packed_weights, states_header, unpack_weights_into, weights_header
+from lazytrain.tensorwriter import FileRecord
 
 TensorSource = Callable[[str], Tensor]
 
@@ -31,6 +37,8 @@ class UnitHome:
     unit: Unit
     layout: UnitLayout
     plan: UnitPlan
+    # What stands before each in the file of a checkpoint, and so before the blob on NVMe: "weights", "state".
+    headers: Mapping[str, bytes]
     weights_host: Tensor | None = None
     weights_device: Tensor | None = None
     state_host: Tensor | None = None
@@ -61,6 +69,7 @@ class Homes:
     spill: SpillStore | None
     lanes: Lanes
     dtype: torch.dtype
+    shares_files: bool = False  # checkpoints may link what is on NVMe: there is room for it
     _staging: dict[str, Tensor] = field(default_factory=dict)
 
     def weights_slab(self, home: UnitHome, staging: str = "") -> Tensor:
@@ -73,7 +82,9 @@ class Homes:
             return home.weights_host
         if home.weights_device is not None:
             return home.weights_device.cpu()
-        return self._read(home, "weights", home.layout.weight_bytes, staging).view(home.layout.dtype)
+        slab = self._read_target(home, "weights", home.layout.weight_bytes, staging).view(home.layout.dtype)
+        unpack_weights_into(home.layout, partial(self._read_into, home, "weights"), slab)
+        return slab
 
     def state_slab(self, home: UnitHome, staging: str = "") -> Tensor:
         """Return the current optimizer states as a CPU byte tensor (see `weights_slab`)."""
@@ -81,15 +92,30 @@ class Homes:
             return home.state_host
         if home.state_device is not None:
             return home.state_device.cpu()
-        return self._read(home, "state", home.layout.state_bytes, staging)
+        slab = self._read_target(home, "state", home.layout.state_bytes, staging)
+        self._read_into(home, "state", slab)
+        return slab
 
     def write(self, home: UnitHome, what: str, slab: Tensor) -> None:
         """Write a new generation of `what` ("weights" or "state") to NVMe."""
         assert self.spill is not None
-        data = slab.view(torch.uint8)
+        data = packed_weights(home.layout, slab.view(home.layout.dtype)) if what == "weights" else slab
         with self.lanes.span(NVME_WRITE, what, home.unit.name):
-            self.spill.write(file_name(home, what), data)
+            self.spill.write(file_name(home, what), data, head_bytes=len(home.headers[what]))
         self.lanes.count(NVME_WRITE, data.numel())
+
+    def link(self, home: UnitHome, what: str, target: Path) -> FileRecord | None:
+        """Give `what` on NVMe a name in a checkpoint; return its record, or None where the file system can't do that.
+
+        Raises:
+            OSError: the disk doesn't take what was written.
+        """
+        assert self.spill is not None
+        header = home.headers[what]
+        checksums = self.spill.link(file_name(home, what), target, header)
+        if checksums is None:
+            return None
+        return FileRecord(len(header) + blob_bytes(home, what), zlib.crc32(header), {}, checksums)
 
     def staging(self, key: str, num_bytes: int) -> Tensor:
         """Return a reusable pinned byte buffer named `key`, of at least `num_bytes`."""
@@ -99,16 +125,17 @@ class Homes:
             buffer = self._staging[key] = allocate_slab(size, pin=self.lanes.is_cuda, name=f"staging {key}")
         return buffer[:num_bytes]
 
-    def _read(self, home: UnitHome, what: str, num_bytes: int, staging: str) -> Tensor:
+    def _read_target(self, home: UnitHome, what: str, num_bytes: int, staging: str) -> Tensor:
         pending = home.weights_write if what == "weights" else home.state_write
         if pending is not None:
             pending.result()
+        return self.staging(staging, num_bytes) if staging else torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _read_into(self, home: UnitHome, what: str, out: Tensor) -> None:
         assert self.spill is not None
-        target = self.staging(staging, num_bytes) if staging else torch.empty(num_bytes, dtype=torch.uint8)
         with self.lanes.span(NVME_READ, what, home.unit.name):
-            self.spill.read_into(file_name(home, what), target)
-        self.lanes.count(NVME_READ, num_bytes)
-        return target
+            self.spill.read_into(file_name(home, what), out)
+        self.lanes.count(NVME_READ, out.numel())
 
 
 def owned_params(model: Model, unit: Unit) -> dict[str, ParamSpec]:
@@ -130,17 +157,18 @@ def build_homes(
     dtype: torch.dtype,
     lanes: Lanes,
     spill: SpillStore | None,
+    shared_checkpoints: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Homes:
-    """Allocate every unit's home and write its initial weights and states there, one unit at a time."""
-    layouts = [settings.layout(owned_params(model, unit), dtype) for unit in model.units]
-    units = [
-        UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan)
-        for index, (unit, layout, unit_plan) in enumerate(zip(model.units, layouts, plan.units, strict=True))
-    ]
-    homes = Homes(units=units, spill=spill, lanes=lanes, dtype=dtype)
+    """Allocate every unit's home and write its initial weights and states there, one unit at a time.
+
+    Args:
+        shared_checkpoints: room to take for so many checkpoints that link what is on NVMe; None = they are copies.
+    """
+    units = _make_units(model, plan, settings, dtype)
+    homes = Homes(units=units, spill=spill, lanes=lanes, dtype=dtype, shares_files=shared_checkpoints is not None)
     if spill is not None:
-        spill.reserve(_spill_sizes(units))
+        spill.reserve_lasting(_spill_sizes(units), shared_checkpoints or 0)
     for home in units:
         if home.has_params:
             load_unit(homes, home, fill)
@@ -149,11 +177,37 @@ def build_homes(
     return homes
 
 
+def spill_room(
+    model: Model, plan: Plan, settings: AdamWSettings, dtype: torch.dtype, shared_checkpoints: int | None
+) -> tuple[int, int]:
+    """Return the bytes that `build_homes` takes on NVMe: for what lives there, and for the checkpoints that link it."""
+    sizes = _spill_sizes(_make_units(model, plan, settings, dtype))
+    own_bytes = sum(size * count for size, count in count_slots(sizes, 0).items())
+    return own_bytes, sum(sizes) * (shared_checkpoints or 0)
+
+
+def blob_bytes(home: UnitHome, what: str) -> int:
+    """Return the size of "weights" or "state" on NVMe, without the room before it."""
+    return packed_bytes(home.layout) if what == "weights" else home.layout.state_bytes
+
+
+def _make_units(model: Model, plan: Plan, settings: AdamWSettings, dtype: torch.dtype) -> list[UnitHome]:
+    units = []
+    for index, (unit, unit_plan) in enumerate(zip(model.units, plan.units, strict=True)):
+        layout = settings.layout(owned_params(model, unit), dtype)
+        headers = {"weights": weights_header(layout), "state": states_header(layout)}
+        units.append(UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan, headers=headers))
+    return units
+
+
 def _spill_sizes(units: Sequence[UnitHome]) -> list[int]:
-    """Return the file sizes of what lives on NVMe, and room for the two that may be written anew at once."""
-    sizes = [home.layout.weight_bytes for home in units if home.plan.weights == "nvme"]
-    sizes += [home.layout.state_bytes for home in units if home.plan.states == "nvme"]
-    return sizes + [max(sizes, default=0)] * (2 if sizes else 0)
+    """Return the file sizes of what lives on NVMe."""
+    places = [(home, what, place) for home in units for what, place in _places(home)]
+    return [len(h.headers[what]) + blob_bytes(h, what) for h, what, place in places if place == "nvme" and h.has_params]
+
+
+def _places(home: UnitHome) -> tuple[tuple[str, str], ...]:
+    return ("weights", home.plan.weights), ("state", home.plan.states)
 
 
 def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:

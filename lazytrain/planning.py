@@ -1,6 +1,7 @@
 """From a model and a machine to a plan: profile, solve, and more microbatches where nothing fits."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from lazytrain.solver.simulator import simulate, simulate_step_ms
 
 # Enough to keep a GPU's matrix units busy; more only costs memory.
 CHUNK_TOKENS_CUDA = 16384
-DEVICE_SHARE, HOST_SHARE = 0.92, 0.9
+DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
 
@@ -33,10 +34,23 @@ class Planned(NamedTuple):
 
 
 def default_limits(
-    device: torch.device, *, gpu_memory: int | None = None, host_memory: int | None = None
+    device: torch.device,
+    *,
+    gpu_memory: int | None = None,
+    host_memory: int | None = None,
+    spill_dir: Path | None = None,
+    shared_checkpoints: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes a plan may fill per tier: the given limits, or most of what is free now."""
+    """Return the bytes a plan may fill per tier: the given limits, or most of what is free now.
+
+    Args:
+        spill_dir: an existing directory on NVMe that the plan may use.
+        shared_checkpoints: how many will hold older versions of what is there, on the same disk.
+    """
     host = host_memory or int(available_host_bytes() * HOST_SHARE)
+    if spill_dir is not None:
+        room = int(shutil.disk_usage(spill_dir).free * DISK_SHARE) // (1 + shared_checkpoints)
+        return default_limits(device, gpu_memory=gpu_memory, host_memory=host) | {"nvme": room}
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         limit = free if gpu_memory is None else int(gpu_memory * LIMIT_SHARE)

@@ -1,16 +1,12 @@
 """Save a training state as a checkpoint, resume from one, and export the model.
 
-A checkpoint has one file a unit, `unit_00003.safetensors`, whose tensors are named after the model's:
-
-    NAME            the working weight, in the model's shape
-    NAME.lo         the master correction (beside bf16 weights)
-    NAME.m, .v      fp32 moments, or
-    NAME.m_q, .m_scale, .v_q, .v_scale    8-bit moments, in the format of `lazytrain.kernels.codec`
-
-so that it does not depend on where the plan keeps anything: a run resumes under any plan, with the same bits.
+A checkpoint is a model directory that other tools load (weights, index, config, tokenizer), with the states beside it:
+`lazytrain.store_units` has the names.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,38 +14,114 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Model
-from lazytrain.checkpoint import Checkpoint, latest_valid, save_checkpoint
-from lazytrain.errors import CheckpointError
-from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, export_model, plan_export
-from lazytrain.homes import UnitHome, owned_params
-from lazytrain.layout import TensorPlace, UnitLayout, groups_in_row, rows_and_cols
-from lazytrain.shards import ModelDir
+from lazytrain.checkpoint import Checkpoint, count_checkpoints, latest_valid
+from lazytrain.durable import can_link, explain_os_error
+from lazytrain.errors import CheckpointError, MemoryBudgetError
+from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, encode_index, export_model, plan_export
+from lazytrain.homes import Homes, UnitHome, owned_params
+from lazytrain.shards import INDEX, ModelDir
+from lazytrain.store_saving import Linked, Producer, save_checkpoint
+from lazytrain.store_units import UnitFiles, name_files, state_tensors, weight_tensors
 from lazytrain.tensorwriter import TensorSpec
 from lazytrain.trainer import TrainState, TrainStep, live_engine, read_params
 
+NUM_KEPT = 2  # checkpoints, where nobody says otherwise
 
-def save_state(state: TrainState, run_dir: Path, *, meta: Mapping[str, Any], keep: int = 2) -> Path:
+
+def save_state(
+    state: TrainState,
+    run_dir: Path,
+    *,
+    meta: Mapping[str, Any],
+    keep: int = NUM_KEPT,
+    texts: Mapping[str, bytes] | None = None,
+) -> Path:
     """Save a checkpoint of the state (which stays usable).
 
     Args:
         meta: what must agree on resume.
         keep: checkpoints to keep, this one included.
+        texts: config and tokenizer (`read_texts`), with which other tools load the checkpoint as a model.
 
+    What is on NVMe is linked, not written again, where `shared_checkpoints` said so and the file system can.
+
+    Memory: the weights or the states of one unit, where they aren't in RAM anyway and must be copied.
     Raises:
         CheckpointError: a full disk or a failed write; older checkpoints and the training are intact.
     """
     engine = live_engine(state)
     engine.finish_updates()
     homes = [home for home in engine.homes.units if home.has_params]
+    names = name_files(len(homes))
+    record = {
+        "num_updates": state.num_updates,
+        "seed": state.seed,
+        "dtype": str(engine.dtype),
+        "run": dict(meta),
+        "plan": engine.plan.to_dict(),  # only for `lazytrain.store verify`: a run resumes under any plan
+        "units": {home.unit.name: files._asdict() for home, files in zip(homes, names)},
+    }
+    index = {place.full_name: files.weights for home, files in zip(homes, names) for place in home.layout.places}
+    num_bytes = sum(place.numel for home in homes for place in home.layout.places) * engine.dtype.itemsize
+    path = save_checkpoint(
+        run_dir,
+        state.step,
+        _list_files(engine.homes, homes, names),
+        record,
+        keep=keep,
+        texts={INDEX: encode_index(index, num_bytes, {}), **(texts or {})},
+    )
+    if engine.homes.spill is not None and engine.homes.shares_files:
+        try:
+            engine.homes.spill.restock()
+        except MemoryBudgetError as error:
+            raise CheckpointError(f"{path} is complete, but the next step needs room beside it. {error}") from error
+    return path
 
-    def tensors(home: UnitHome) -> Mapping[str, Tensor]:
-        weights, slab = engine.homes.weights_slab(home), engine.homes.state_slab(home)
-        return dict(unit_tensors(home.layout, weights, slab))
 
-    files = [(_file_name(home), lambda home=home: tensors(home)) for home in homes]
-    record = {"num_updates": state.num_updates, "seed": state.seed, "dtype": str(engine.dtype), "run": dict(meta)}
-    record["plan"] = engine.plan.to_dict()  # only for `lazytrain.store verify`: a run resumes under any plan
-    return save_checkpoint(run_dir, state.step, files, record, keep=keep)
+def count_shared(
+    run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT, meta: Mapping[str, Any] | None = None
+) -> int | None:
+    """Return for how many checkpoints a trainer must take room on NVMe (`shared_checkpoints` of `make_train_step`).
+
+    Those of this run that are there already have theirs, which the next ones inherit as they are deleted.
+
+    Args:
+        meta: what the run will give to `save_state`, which tells its checkpoints from those of others; None = all are.
+    Returns:
+        0 to `keep`; None where the file systems of the two directories, which are made, can't share files.
+    """
+    parent = run_dir / "checkpoints"
+    try:
+        for directory in (parent, spill_dir):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not can_link(spill_dir, parent):
+            return None
+    except OSError as error:
+        raise CheckpointError(explain_os_error(error, "Trying the directories of the run", spill_dir)) from error
+    run = None if meta is None else json.loads(json.dumps(meta))
+    return max(0, keep - count_checkpoints(run_dir, run))
+
+
+def _list_files(
+    homes: Homes, units: Sequence[UnitHome], names: Sequence[UnitFiles]
+) -> Iterator[tuple[str, Producer | Linked]]:
+    """Yield (file name, where its tensors come from) for the two files of every unit."""
+
+    def weights(home: UnitHome) -> Mapping[str, Tensor]:
+        return dict(weight_tensors(home.layout, homes.weights_slab(home)))
+
+    def states(home: UnitHome) -> Mapping[str, Tensor]:
+        return dict(state_tensors(home.layout, homes.state_slab(home)))
+
+    for home, files in zip(units, names):
+        sources: tuple[tuple[str, str, str, Producer], ...] = (
+            (files.weights, "weights", home.plan.weights, partial(weights, home)),
+            (files.states, "state", home.plan.states, partial(states, home)),
+        )
+        for name, what, place, make in sources:
+            is_shared = homes.shares_files and place == "nvme"
+            yield name, Linked(partial(homes.link, home, what), make) if is_shared else make
 
 
 def resume_state(
@@ -59,6 +131,7 @@ def resume_state(
 
     Raises:
         CheckpointError: the checkpoint is of another model, dtype or optimizer, or `meta` differs: names the field.
+            Or there is none but what another version of LazyTrain saved.
     """
     checkpoint = latest_valid(run_dir)
     if checkpoint is None:
@@ -76,7 +149,7 @@ def resume_state(
         )
 
     def fill(home: UnitHome, weights: Tensor, slab: Tensor) -> None:
-        _fill_unit_into(checkpoint, home, weights, slab)
+        _fill_unit_into(checkpoint, saved, home, weights, slab)
 
     return step.restore(
         fill,
@@ -92,12 +165,20 @@ class _SavedMeta(NamedTuple):
     seed: int
     dtype: str
     run: Mapping[str, Any]
+    units: Mapping[str, Any]
+
+    def files_of(self, unit_name: str) -> UnitFiles | None:
+        """Return a unit's files, or None where the manifest names none."""
+        files = self.units.get(unit_name)
+        if not isinstance(files, dict) or files.keys() != set(UnitFiles._fields):
+            return None
+        return UnitFiles(**files) if all(isinstance(name, str) for name in files.values()) else None
 
 
 def _read_meta(checkpoint: Checkpoint) -> _SavedMeta:
     """Return what `save_state` recorded; a stranger's manifest may hold anything there."""
     values: dict[str, Any] = {name: checkpoint.meta.get(name) for name in _SavedMeta._fields}
-    kinds = {"num_updates": int, "seed": int, "dtype": str, "run": dict}
+    kinds = {"num_updates": int, "seed": int, "dtype": str, "run": dict, "units": dict}
     for name, kind in kinds.items():
         if type(values[name]) is not kind or (kind is int and not -(2**63) <= values[name] < 2**63):
             raise CheckpointError(
@@ -141,41 +222,22 @@ def export_state(state: TrainState, model_dir: ModelDir, directory: Path) -> Pat
     )
 
 
-def unit_tensors(layout: UnitLayout, weights: Tensor, slab: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in a checkpoint, view of the slabs) for all tensors of a unit, see the head of this file."""
-    parts = layout.state_views(slab)
-    for place in layout.places:
-        yield place.full_name, weights[place.offset : place.offset + place.numel].view(place.shape)
-        for suffix, view in _state_views(layout, place, parts):
-            yield f"{place.full_name}.{suffix}", view
-
-
-def _state_views(layout: UnitLayout, place: TensorPlace, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    if place.quantized:
-        rows, cols = rows_and_cols(place.shape)
-        at = slice(place.offset, place.offset + place.numel)
-        groups = slice(place.first_group, place.first_group + rows * groups_in_row(cols))
-        for name in ("m", "v"):
-            yield f"{name}_q", parts[f"{name}_q"][at].view(place.shape)
-            yield f"{name}_scale", parts[f"{name}_scale"][groups].view(rows, -1)
-        if "lo_q" in parts:
-            yield "lo", parts["lo_q"][at].view(place.shape)
-        return
-    at = slice(place.offset - layout.quantized_numel, place.offset - layout.quantized_numel + place.numel)
-    for name in ("m", "v"):
-        yield name, parts[f"{name}_f"][at].view(place.shape)
-    if "lo_f" in parts:
-        yield "lo", parts["lo_f"][at].view(place.shape)
-
-
-def _fill_unit_into(checkpoint: Checkpoint, home: UnitHome, weights: Tensor, slab: Tensor) -> None:
-    file = checkpoint.open_file(_file_name(home))
+def _fill_unit_into(checkpoint: Checkpoint, saved: _SavedMeta, home: UnitHome, weights: Tensor, slab: Tensor) -> None:
+    files = saved.files_of(home.unit.name)
+    if files is None:
+        raise CheckpointError(f"{checkpoint.path} has no {home.unit.name!r}. It was saved with another model.")
     weights.zero_()
     slab.zero_()
-    for name, target in unit_tensors(home.layout, weights, slab):
+    _fill_into(checkpoint, files.weights, weight_tensors(home.layout, weights))
+    _fill_into(checkpoint, files.states, state_tensors(home.layout, slab))
+
+
+def _fill_into(checkpoint: Checkpoint, file_name: str, targets: Iterable[tuple[str, Tensor]]) -> None:
+    file = checkpoint.open_file(file_name)
+    for name, target in targets:
         if name not in file.tensors:
             raise CheckpointError(
-                f"{checkpoint.path}: {_file_name(home)} has no {name!r}. It was saved with another model or optimizer."
+                f"{checkpoint.path}: {file_name} has no {name!r}. It was saved with another model or optimizer."
             )
         source = file.read(name)
         if source.shape != target.shape or source.dtype != target.dtype:
@@ -184,7 +246,3 @@ def _fill_unit_into(checkpoint: Checkpoint, home: UnitHome, weights: Tensor, sla
                 f"{tuple(target.shape)}. It was saved with another model or other optimizer settings."
             )
         target.copy_(source)
-
-
-def _file_name(home: UnitHome) -> str:
-    return f"unit_{home.index:05d}.safetensors"

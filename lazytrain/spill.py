@@ -3,6 +3,9 @@
 Files are slots that are used again once nobody reads or maps them, so that after `reserve` no write takes room from
 the disk any more: a full disk is found at the start. The store is scratch: nothing in it outlives the process.
 
+A lasting blob starts behind room for a header, in a file of its exact size, so that a checkpoint may take the file as
+it is: `link` writes the header and gives the file a second name, and while it has that it is never written.
+
 Large blobs move by several threads, past the page cache where a measurement at the start found that faster. What was
 written is compared with its checksums as it is read.
 """
@@ -11,25 +14,25 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lazytrain.durable import (
-    create_file,
     explain_os_error,
     make_locked_directory,
     map_private,
-    preallocate,
     remove_stale_directories,
+    try_link,
+    write_all,
 )
 from lazytrain.errors import LazyTrainError, MemoryBudgetError
 from lazytrain.store_bench import choose_manner
 from lazytrain.store_io import ChangedError, DiskIO, Manner
+from lazytrain.store_slots import Slot, SlotPool, count_slots
 
 _STEM = "spill"
 DEFAULT_MANNER = Manner(direct=False, num_threads=4)
@@ -39,18 +42,6 @@ MEASURE_FROM_BYTES = 2 * 2**30
 
 class SpillError(LazyTrainError):
     """A spilled blob that can't be read back."""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Slot:
-    """A file of the store; `num_users` counts running reads and live mappings of its present content."""
-
-    path: Path
-    capacity_bytes: int
-    num_bytes: int = 0
-    checksums: tuple[int, ...] = ()
-    num_users: int = 0
-    is_current: bool = False
 
 
 class SpillStore:
@@ -69,10 +60,7 @@ class SpillStore:
 
     def __init__(self, directory: Path | str, manner: Manner | None = None) -> None:
         parent = Path(directory).expanduser()
-        self._slots: dict[str, _Slot] = {}
-        self._free: list[_Slot] = []
-        self._num_slots = 0
-        self._reserved_bytes = 0
+        self._slots: dict[str, Slot] = {}
         self._is_chosen = manner is not None
         self._io = DiskIO(manner or DEFAULT_MANNER)
         # Reentrant: the garbage collector may end a mapping while this thread holds it.
@@ -82,7 +70,10 @@ class SpillStore:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             remove_stale_directories(parent, _STEM)
-            self.path, self._dir_lock = make_locked_directory(parent, _STEM)
+            self.path, dir_lock = make_locked_directory(parent, _STEM)
+            self._pool = SlotPool(self.path)
+            # At the latest when the process ends; what a checkpoint holds has a name there.
+            self._remove = weakref.finalize(self, _remove_store, self.path, dir_lock, os.getpid())
         except OSError as error:
             raise MemoryBudgetError(explain_os_error(error, f"Making a spill directory in {parent}", parent)) from error
 
@@ -94,8 +85,14 @@ class SpillStore:
     @property
     def reserved_bytes(self) -> int:
         """Return the room that the store's files have on the disk."""
+        return self._pool.reserved_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the part of the room that checkpoints hold, or will, beside the present versions of lasting blobs."""
         with self._lock:
-            return self._reserved_bytes
+            current = list(self._slots.values())
+        return self._pool.extra_bytes(current)
 
     def reserve(self, sizes_bytes: Iterable[int]) -> None:
         """Take room for files of these sizes now.
@@ -104,7 +101,29 @@ class SpillStore:
         blobs, and once more the largest for each thread that writes. Call it before the first write: it may measure
         the disk, in one of the new files.
         """
-        slots = [self._make_slot(size) for size in sizes_bytes]
+        self._choose_manner(self._pool.add(sizes_bytes))
+
+    def reserve_lasting(self, sizes_bytes: Sequence[int], num_checkpoints: int = 0) -> None:
+        """Take room for lasting blobs of these sizes, and for those of as many checkpoints; see `reserve`.
+
+        Args:
+            sizes_bytes: of every blob with the room before it.
+            num_checkpoints: that will hold an older version of every blob beside the present one.
+        """
+        wanted = count_slots(sizes_bytes, num_checkpoints)
+        self._choose_manner(self._pool.add(wanted.elements(), is_lasting=True))
+
+    def restock(self) -> None:
+        """Take room for a new version of every lasting blob, where checkpoints hold files and others have gone.
+
+        Raises:
+            MemoryBudgetError: the disk is full.
+        """
+        with self._lock:
+            current = list(self._slots.values())
+        self._pool.restock(current)
+
+    def _choose_manner(self, slots: Sequence[Slot]) -> None:
         if not self._is_chosen and sum(slot.capacity_bytes for slot in slots) >= MEASURE_FROM_BYTES:
             largest = max(slots, key=lambda slot: slot.capacity_bytes)
             try:
@@ -113,22 +132,21 @@ class SpillStore:
                 raise MemoryBudgetError(explain_os_error(error, "Measuring the disk", self.path)) from error
             self._io.close()
             self._io, self._is_chosen = DiskIO(manner), True
-        with self._lock:
-            self._free += slots
 
-    def write(self, name: str, data: Tensor, *, sync: bool = False) -> None:
+    def write(self, name: str, data: Tensor, *, head_bytes: int = 0, sync: bool = False) -> None:
         """Write a new version of a blob; the old one is dropped after.
 
         Args:
             data: uint8 (n,), contiguous, on the CPU.
+            head_bytes: of a lasting blob: the room before it, a multiple of 4096 bytes. 0 = none.
             sync: wait until the disk has it.
         """
-        slot = self._take_slot(data.numel())
+        slot = self._pool.take(head_bytes + data.numel(), is_lasting=head_bytes > 0)
+        slot.head_bytes, slot.head = head_bytes, b""
         try:
-            checksums = self._io.write(slot.path, data, sync=sync)
+            checksums = self._io.write(slot.path, data, offset=head_bytes, sync=sync)
         except OSError as error:
-            with self._lock:
-                self._free.append(slot)
+            self._pool.give_back(slot)
             raise MemoryBudgetError(explain_os_error(error, f"Spilling {name!r}", self.path)) from error
         with self._lock:
             slot.num_bytes, slot.checksums, slot.is_current = data.numel(), checksums, True
@@ -145,7 +163,7 @@ class SpillStore:
             if out.numel() != slot.num_bytes:
                 raise SpillError(f"{name!r} has {slot.num_bytes} bytes; the buffer has {out.numel()}.")
             try:
-                num_read = self._io.read_into(slot.path, out, slot.checksums)
+                num_read = self._io.read_into(slot.path, out, slot.checksums, offset=slot.head_bytes)
             except OSError as error:
                 raise SpillError(f"Reading {name!r} from {slot.path} failed: {error}. Check the disk.") from error
             except ChangedError as error:
@@ -156,6 +174,32 @@ class SpillStore:
                 raise SpillError(f"{slot.path} was cut to {num_read} of {slot.num_bytes} bytes by another program.")
         with self._lock:
             self.nvme_read_bytes += num_read
+
+    def link(self, name: str, target: Path, head: bytes) -> tuple[int, ...] | None:
+        """Give a lasting blob's file a second name, durable but for the name; it is not written while it has that.
+
+        Args:
+            target: a new name. Whoever has the file under it must not write to it.
+            head: what stands before the blob, of the size that `write` was told.
+        Returns:
+            The blob's checksums, `piece_checksum` of every 8 MiB; None where the file system gives no name there.
+        Raises:
+            OSError: the header can't be written, or the disk doesn't take what was.
+        """
+        with self._use(name) as slot:
+            assert slot.is_lasting
+            assert len(head) == slot.head_bytes
+            if slot.head != head:
+                assert not slot.is_held
+                fd = os.open(slot.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    write_all(fd, memoryview(head))
+                    os.ftruncate(fd, slot.capacity_bytes)  # direct writes end with a whole block
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                slot.head = head
+            return slot.checksums if try_link(slot.path, target) else None
 
     def map(self, name: str) -> Tensor:
         """Return a blob's current version as a mapped tensor, uint8 (n,); its file is not used again while that lives.
@@ -169,14 +213,14 @@ class SpillStore:
         try:
             fd = os.open(slot.path, os.O_RDONLY)
             try:
-                mapping = map_private(fd, slot.num_bytes)
+                mapping = map_private(fd, slot.head_bytes + slot.num_bytes)
             finally:
                 os.close(fd)
         except (OSError, ValueError) as error:
             self._unuse(slot)
             raise SpillError(f"{name!r} can't be mapped from {slot.path}: {error}.") from error
         weakref.finalize(mapping, self._unuse, slot).atexit = False
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        return torch.frombuffer(mapping, dtype=torch.uint8, offset=slot.head_bytes, count=slot.num_bytes)
 
     def remove(self, name: str) -> None:
         """Forget a blob; its file serves the next one."""
@@ -190,22 +234,18 @@ class SpillStore:
         """Delete all files."""
         with self._lock:
             self._slots.clear()
-            self._free.clear()
         self._io.close()
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._dir_lock is not None:
-            os.close(self._dir_lock)
-            self._dir_lock = None
+        self._remove()
 
     @contextmanager
-    def _use(self, name: str) -> Iterator[_Slot]:
+    def _use(self, name: str) -> Iterator[Slot]:
         slot = self._acquire(name)
         try:
             yield slot
         finally:
             self._unuse(slot)
 
-    def _acquire(self, name: str) -> _Slot:
+    def _acquire(self, name: str) -> Slot:
         with self._lock:
             if name not in self._slots:
                 raise SpillError(f"Nothing was spilled under the name {name!r}.")
@@ -213,49 +253,20 @@ class SpillStore:
             slot.num_users += 1
             return slot
 
-    def _unuse(self, slot: _Slot) -> None:
+    def _unuse(self, slot: Slot) -> None:
         with self._lock:
             slot.num_users -= 1
             if not slot.is_current:
                 self._release(slot)
 
-    def _release(self, slot: _Slot) -> None:
+    def _release(self, slot: Slot) -> None:
         if slot.num_users == 0:
-            self._free.append(slot)
+            self._pool.give_back(slot)
 
-    def _take_slot(self, num_bytes: int) -> _Slot:
-        """Return the best fitting free file, or a new one where none fits without much waste."""
-        with self._lock:
-            fitting = [slot for slot in self._free if num_bytes <= slot.capacity_bytes <= num_bytes + num_bytes // 4]
-            if fitting:
-                best = min(fitting, key=lambda slot: slot.capacity_bytes)
-                self._free.remove(best)
-                return best
-        try:
-            return self._make_slot(num_bytes)
-        except MemoryBudgetError:
-            # Files of other sizes may hold the room that is missing.
-            with self._lock:
-                unused, self._free = self._free, []
-                self._reserved_bytes -= sum(slot.capacity_bytes for slot in unused)
-            for slot in unused:
-                slot.path.unlink(missing_ok=True)
-            return self._make_slot(num_bytes)
 
-    def _make_slot(self, num_bytes: int) -> _Slot:
-        with self._lock:
-            path = self.path / f"slot_{self._num_slots:06d}"
-            self._num_slots += 1
-        try:
-            fd = create_file(path)
-            try:
-                preallocate(fd, num_bytes)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            doing = f"Taking {num_bytes} bytes for a spill file"
-            raise MemoryBudgetError(explain_os_error(error, doing, self.path)) from error
-        with self._lock:
-            self._reserved_bytes += num_bytes
-        return _Slot(path=path, capacity_bytes=num_bytes)
+def _remove_store(path: Path, dir_lock: int | None, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if dir_lock is not None:
+        os.close(dir_lock)

@@ -11,25 +11,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from lazytrain.durable import drop_cached, read_all
 from lazytrain.errors import ModelFileError
 from lazytrain.paths import is_plain_name, resolve_inside
-from lazytrain.tensorfile import TensorFile
+from lazytrain.store_io import PIECE_BYTES, piece_checksum
+from lazytrain.tensorfile import PADDING, TensorFile, holds_tensors
 from lazytrain.tensorwriter import FileRecord
 
-READ_PIECE_BYTES = 8 * 2**20
 MAX_THREADS = 8
+MAX_NAMES = 20
 
 
 class Part(NamedTuple):
-    """A range of a file with its expected checksum; `tensor` is None for a header or for a file without tensors."""
+    """A range of a file with its expected checksum.
+
+    Attributes:
+        tensors: those that lie in it; none in a header or in a file without tensors.
+        is_piece: the checksum is `piece_checksum`, else CRC-32.
+    """
 
     path: Path
     name: str
-    tensor: str | None
+    tensors: tuple[str, ...]
     start_bytes: int
     num_bytes: int
-    crc32: int
+    checksum: int
+    is_piece: bool = False
 
 
 def find_damage(
@@ -59,7 +68,7 @@ def find_damage(
             problems.append(((index, -1), problem))
             advance(record.size_bytes)
     if from_disk:
-        _drop_cached({part.path for _, part in parts})
+        forget_cached({part.path for _, part in parts})
     pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         for (index, part), problem in zip(parts, pool.map(check_part, (part for _, part in parts))):
@@ -73,31 +82,35 @@ def find_damage(
 
 def check_part(part: Part) -> str | None:
     """Return what is wrong with a part of a file, or None."""
-    what = f"tensor {part.tensor!r}" if part.tensor is not None else "the header"
-    if part.tensor is None and not part.name.endswith(".safetensors"):
-        what = "its content"
+    what = "the header" if holds_tensors(part.name) else "its content"
+    if part.tensors:
+        what = f"tensor {part.tensors[0]!r}"
+    if len(part.tensors) > 1:
+        names = [repr(name) for name in part.tensors[:MAX_NAMES]] + ["..."] * (len(part.tensors) > MAX_NAMES)
+        what = f"the piece that holds {', '.join(names)}"
     try:
-        checksum, num_read = checksum_of(part.path, part.start_bytes, part.num_bytes)
+        checksum, num_read = checksum_of(part.path, part.start_bytes, part.num_bytes, is_piece=part.is_piece)
     except OSError as error:
         return f"{part.name}: {what} can't be read: {os.strerror(error.errno or 0)}"
     if num_read != part.num_bytes:
         return f"{part.name}: {what} is cut ({num_read} of {part.num_bytes} bytes)"
-    return f"{part.name}: {what} has changed" if checksum != part.crc32 else None
+    return f"{part.name}: {what} has changed" if checksum != part.checksum else None
 
 
-def checksum_of(path: Path, start_bytes: int, num_bytes: int) -> tuple[int, int]:
-    """Return the CRC-32 of a range of a file, and how many bytes of it there are.
+def checksum_of(path: Path, start_bytes: int, num_bytes: int, *, is_piece: bool = False) -> tuple[int, int]:
+    """Return the CRC-32 of a range of a file, or its `piece_checksum`, and how many bytes of it there are.
 
     Raises:
         OSError: the disk can't read it.
     """
-    buffer = memoryview(bytearray(min(READ_PIECE_BYTES, num_bytes)))
+    buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
     checksum, position, end = 0, start_bytes, start_bytes + num_bytes
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         while position < end:
             count = read_all(fd, buffer[: end - position], position)
-            checksum = zlib.crc32(buffer[:count], checksum)
+            piece = buffer[:count]
+            checksum = piece_checksum(np.frombuffer(piece, np.uint8)) if is_piece else zlib.crc32(piece, checksum)
             position += count
             if count < len(buffer):
                 break
@@ -120,26 +133,37 @@ def _outline(directory: Path, name: str, record: FileRecord, follow_links: bool)
         return [], f"{name} can't be read: {error}"
     if size_bytes != record.size_bytes:
         return [], f"{name} has {size_bytes} bytes, {record.size_bytes} were written"
-    if not name.endswith(".safetensors"):
-        return [Part(path, name, None, 0, size_bytes, record.header_crc32)], None
+    if not holds_tensors(name):
+        return [Part(path, name, (), 0, size_bytes, record.header_crc32)], None
     try:
         file = TensorFile(path)
     except OSError as error:
         return [], f"{name} can't be read: {error}"
     except ModelFileError as error:
         return [], f"{name}: the header has changed: {error}"
+    infos = sorted(file.tensors.values(), key=lambda info: (info.start_bytes, info.num_bytes))
+    parts = [Part(path, name, (), 0, file.header_bytes, record.header_crc32)]
+    if record.piece_checksums:
+        starts = range(file.header_bytes, size_bytes, PIECE_BYTES)
+        if len(starts) != len(record.piece_checksums):
+            return [], f"{name}: the header has changed: its data starts elsewhere"
+        for start, checksum in zip(starts, record.piece_checksums):
+            end = min(start + PIECE_BYTES, size_bytes)
+            inside = [i.name for i in infos if i.start_bytes < end and start < i.start_bytes + i.num_bytes]
+            tensors = tuple(tensor for tensor in inside if not tensor.startswith(PADDING)) or tuple(inside)
+            parts.append(Part(path, name, tensors, start, end - start, checksum, is_piece=True))
+        return parts, None
     if file.tensors.keys() != record.tensor_crc32.keys():
         return [], f"{name}: the header has changed: it names other tensors"
-    infos = sorted(file.tensors.values(), key=lambda info: (info.start_bytes, info.num_bytes))
-    parts = [Part(path, name, None, 0, file.header_bytes, record.header_crc32)]
     parts += [
-        Part(path, name, info.name, info.start_bytes, info.num_bytes, record.tensor_crc32[info.name]) for info in infos
+        Part(path, name, (info.name,), info.start_bytes, info.num_bytes, record.tensor_crc32[info.name])
+        for info in infos
     ]
     return parts, None
 
 
-def _drop_cached(paths: Iterable[Path]) -> None:
-    """Ask the kernel to forget clean pages of files."""
+def forget_cached(paths: Iterable[Path]) -> None:
+    """Ask the kernel to forget clean pages of files, so that the next read is the disk's."""
     for path in paths:
         with contextlib.suppress(OSError):  # a hint; reading the file will say what is wrong with it
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -102,11 +102,12 @@ class DiskIO:
         for pool in self._pools.values():
             pool.shutdown()
 
-    def write(self, path: Path, data: Tensor, *, sync: bool = False) -> tuple[int, ...]:
-        """Write an existing file from its start.
+    def write(self, path: Path, data: Tensor, *, offset: int = 0, sync: bool = False) -> tuple[int, ...]:
+        """Write an existing file.
 
         Args:
             data: uint8 (n,), contiguous, on the CPU.
+            offset: where it starts in the file, a multiple of 4096 bytes.
             sync: wait until the disk has it.
         Returns:
             A checksum for each piece, for `read_into`. The file may grow to a whole block of 4096 bytes.
@@ -116,28 +117,32 @@ class DiskIO:
 
         def write_piece(fds: tuple[int, int], start: int, end: int) -> int:
             checksum = piece_checksum(array[start:end])
-            if fds[1] < 0 or not self._write_direct(fds[1], array, start, end):
-                write_all(fds[0], memoryview(array[start:end]), start)
-                self._drop(fds[0], start, end, len(array))
+            if fds[1] < 0 or not self._write_direct(fds[1], array, start, end, offset):
+                write_all(fds[0], memoryview(array[start:end]), offset + start)
+                self._drop(fds[0], offset + start, end - start, len(array))
             return checksum
 
+        assert offset % BLOCK_BYTES == 0, offset
         array = array_of(data)
         return tuple(self._run("write", path, os.O_RDWR, len(array), write_piece, sync=sync))
 
-    def read_into(self, path: Path, out: Tensor, checksums: tuple[int, ...] | None = None) -> int:
-        """Fill `out` (uint8 (n,), contiguous, on the CPU) from the start of a file.
+    def read_into(self, path: Path, out: Tensor, checksums: tuple[int, ...] | None = None, *, offset: int = 0) -> int:
+        """Fill `out` (uint8 (n,), contiguous, on the CPU) from a file.
 
+        Args:
+            checksums: what `write` returned for the same number of bytes; None = they are not compared.
+            offset: where to start, a multiple of 4096 bytes.
         Returns:
             The number of bytes read; less than asked where the file is shorter.
         Raises:
             OSError: the first that any thread got.
-            ChangedError: a piece differs from `checksums`, which `write` returned for the same number of bytes.
+            ChangedError: a piece differs from its checksum.
         """
 
         def read_piece(fds: tuple[int, int], start: int, end: int) -> int:
-            if fds[1] < 0 or not self._read_direct(fds[1], array, start, end):
-                count = read_all(fds[0], memoryview(array[start:end]), start)
-                self._drop(fds[0], start, end, len(array))
+            if fds[1] < 0 or not self._read_direct(fds[1], array, start, end, offset):
+                count = read_all(fds[0], memoryview(array[start:end]), offset + start)
+                self._drop(fds[0], offset + start, end - start, len(array))
                 if count < end - start:
                     return count
             if checksums is not None and piece_checksum(array[start:end]) != checksums[start // PIECE_BYTES]:
@@ -193,31 +198,31 @@ class DiskIO:
             self._direct = False
             return -1
 
-    def _write_direct(self, fd: int, array: Any, start: int, end: int) -> bool:
+    def _write_direct(self, fd: int, array: Any, start: int, end: int, offset: int) -> bool:
         """Write a piece past the page cache; return False where the file system refuses it."""
         position = start
         if _is_aligned(array, start):
             position = start + (end - start) // BLOCK_BYTES * BLOCK_BYTES
-            if not self._try(lambda: write_all(fd, memoryview(array[start:position]), start)):
+            if not self._try(lambda: write_all(fd, memoryview(array[start:position]), offset + start)):
                 return False
         if position < end:
             buffer, size = self._buffer(), -(-(end - position) // BLOCK_BYTES) * BLOCK_BYTES
             buffer[: end - position] = array[position:end]
             buffer[end - position : size] = 0
-            return self._try(lambda: write_all(fd, memoryview(buffer[:size]), position))
+            return self._try(lambda: write_all(fd, memoryview(buffer[:size]), offset + position))
         return True
 
-    def _read_direct(self, fd: int, array: Any, start: int, end: int) -> bool:
+    def _read_direct(self, fd: int, array: Any, start: int, end: int, offset: int) -> bool:
         """Read a piece past the page cache; return False where that isn't possible or the file is shorter."""
         position = start
         if _is_aligned(array, start):
             position = start + (end - start) // BLOCK_BYTES * BLOCK_BYTES
             whole = memoryview(array[start:position])
-            if not self._try(lambda: _read_once(fd, whole, start, len(whole))):
+            if not self._try(lambda: _read_once(fd, whole, offset + start, len(whole))):
                 return False
         if position < end:
             buffer, size = self._buffer(), -(-(end - position) // BLOCK_BYTES) * BLOCK_BYTES
-            if not self._try(lambda: _read_once(fd, memoryview(buffer[:size]), position, end - position)):
+            if not self._try(lambda: _read_once(fd, memoryview(buffer[:size]), offset + position, end - position)):
                 return False
             array[position:end] = buffer[: end - position]
         return True
@@ -237,9 +242,9 @@ class DiskIO:
             self._local.buffer = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=np.uint8)
         return self._local.buffer
 
-    def _drop(self, fd: int, start: int, end: int, num_bytes: int) -> None:
-        if num_bytes >= DROP_FROM_BYTES:
-            drop_cached(fd, start, end - start)
+    def _drop(self, fd: int, offset: int, num_bytes: int, file_bytes: int) -> None:
+        if file_bytes >= DROP_FROM_BYTES:
+            drop_cached(fd, offset, num_bytes)
 
 
 def array_of(data: Tensor) -> Any:

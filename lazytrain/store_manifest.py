@@ -16,7 +16,9 @@ from lazytrain.errors import LazyTrainError
 from lazytrain.paths import is_plain_name
 from lazytrain.tensorwriter import FileRecord
 
-# In a model directory of ours; a checkpoint has its own manifest.
+MANIFEST = "manifest.json"
+CHECKPOINT_FORMAT, CHECKPOINT_VERSION = "lazytrain-checkpoint", 2
+# In a model directory of ours; a checkpoint, which is one too, has its own manifest.
 MODEL_CHECKSUMS = "lazytrain_checksums.json"
 MODEL_FORMAT, MODEL_VERSION = "lazytrain-model", 1
 
@@ -27,9 +29,16 @@ class ManifestError(LazyTrainError):
     """A manifest that is missing, damaged, of another version, or lists files outside its directory."""
 
 
+class ManifestVersionError(ManifestError):
+    """An intact manifest of another format or version."""
+
+
 def encode_manifest(form: str, version: int, files: Mapping[str, FileRecord], **others: Any) -> bytes:
     """Return the bytes of a manifest; `others` are further JSON fields of its body."""
-    records = {name: record._asdict() for name, record in files.items()}
+    records = {
+        name: {key: value for key, value in record._asdict().items() if key != "piece_checksums" or value}
+        for name, record in files.items()
+    }
     body = {"format": form, "version": version, **others, "files": records}
     return json.dumps({"crc32": zlib.crc32(canonical(body)), "body": body}, indent=1).encode()
 
@@ -49,7 +58,7 @@ def read_manifest(path: Path, form: str, version: int) -> tuple[dict[str, Any], 
         if content["crc32"] != zlib.crc32(canonical(body)):
             raise ManifestError(f"{path} is damaged: its checksum differs.")
         if (body["format"], body["version"]) != (form, version):
-            raise ManifestError(f"{path} has version {body['version']}; this program reads {version} of {form}.")
+            raise ManifestVersionError(f"{path} has version {body['version']}; this program reads {version} of {form}.")
         records = body["files"]
         outside = [name for name in records if not is_plain_name(name)]
         if outside:
@@ -74,9 +83,11 @@ def is_count(value: Any, limit: int = 2**63) -> bool:
 
 def _read_record(name: str, value: Any) -> FileRecord:
     record = FileRecord(**value)
-    checksums = record.tensor_crc32
+    checksums, pieces = record.tensor_crc32, record.piece_checksums
     if not isinstance(checksums, dict) or not all(is_count(checksum, 2**32) for checksum in checksums.values()):
         raise ValueError(f"{name}: tensor_crc32 must map tensor names to checksums")
+    if not isinstance(pieces, list | tuple) or not all(is_count(checksum, 2**32) for checksum in pieces):
+        raise ValueError(f"{name}: piece_checksums must be a list of checksums")
     if not is_count(record.size_bytes) or not is_count(record.header_crc32, 2**32):
         raise ValueError(f"{name}: size_bytes and header_crc32 must be whole numbers of 0 or more")
-    return record
+    return record._replace(piece_checksums=tuple(pieces))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from lazytrain.checkpoint import MANIFEST, open_checkpoint
+from lazytrain.checkpoint import open_checkpoint
 from lazytrain.durable import STAGED_MARK
 from lazytrain.errors import CheckpointError, LazyTrainError, ModelFileError
 from lazytrain.locking import LOCK_FILE
@@ -18,7 +18,7 @@ from lazytrain.shards import CONFIG, INDEX, SINGLE, ModelDir, open_model_dir
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.plan import Plan
 from lazytrain.store_checks import find_damage
-from lazytrain.store_manifest import MODEL_CHECKSUMS, canonical
+from lazytrain.store_manifest import MANIFEST, MODEL_CHECKSUMS, canonical
 from lazytrain.store_models import ModelChecksums
 from lazytrain.tensorwriter import FileRecord
 
@@ -230,8 +230,8 @@ def _check_metrics(path: Path, report: Report) -> None:
 
 
 def _describe(target: _Target) -> str:
-    tensors = sum(len(record.tensor_crc32) for record in target.files.values())
-    return f"{len(target.files)} files, {tensors} tensors, {target.num_bytes / MIB:.1f} MiB"
+    sums = sum(1 + len(record.tensor_crc32) + len(record.piece_checksums) for record in target.files.values())
+    return f"{len(target.files)} files, {sums} checksums, {target.num_bytes / MIB:.1f} MiB"
 
 
 def _mib(num_bytes: int) -> int:

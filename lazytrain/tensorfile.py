@@ -37,6 +37,11 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 
+# A checkpoint's states are safetensors too, under a name that no loader of models looks for.
+STATES_SUFFIX = ".states"
+# Begins the name of what only fills a gap between two tensors of such a file.
+PADDING = "lazytrain.padding."
+
 # The format's own limit; a real header has about 120 bytes a tensor.
 MAX_HEADER_BYTES = 100_000_000
 MAX_RANK = 64
@@ -52,6 +57,11 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     start_bytes: int
     num_bytes: int
+
+
+def holds_tensors(name: str) -> bool:
+    """Tell by its name whether a file is in the safetensors format."""
+    return name.endswith((".safetensors", STATES_SUFFIX))
 
 
 class TensorFile:

@@ -19,6 +19,9 @@ from lazytrain.durable import WRITE_PIECE_BYTES, create_file, preallocate, strea
 from lazytrain.errors import ModelFileError
 from lazytrain.tensorfile import DTYPES
 
+# Of a model's file. transformers wants "format"; "writer" is how a later export knows a directory of ours.
+METADATA = {"format": "pt", "writer": "lazytrain"}
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -38,12 +41,15 @@ class TensorSpec(NamedTuple):
 class FileRecord(NamedTuple):
     """What was written: size of the file, CRC-32 of all before the data section, CRC-32 of each tensor.
 
-    A file that is no safetensors file has no data section: `header_crc32` is that of all its bytes.
+    A file that is no safetensors file has no data section: `header_crc32` is that of all its bytes. A file that was
+    linked, not written, has the checksums that were taken when its data was: `store_io.piece_checksum` of every 8 MiB
+    of the data section, in place of those of the tensors.
     """
 
     size_bytes: int
     header_crc32: int
     tensor_crc32: dict[str, int]
+    piece_checksums: tuple[int, ...] = ()
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "FileRecord":
@@ -51,14 +57,18 @@ class FileRecord(NamedTuple):
         return cls(len(content), zlib.crc32(content), {})
 
 
-def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def build_header(
+    specs: Iterable[TensorSpec], metadata: Mapping[str, str], *, multiple: int = 8
+) -> tuple[bytes, dict[str, int]]:
     """Return all bytes before the data section, and where each tensor starts in the file.
 
-    Wider elements come first, so that every tensor is aligned to its element.
+    Args:
+        specs: in the order of their data.
+        multiple: the data section starts at a multiple of this many bytes.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, position = {}, 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+    for spec in specs:
         if spec.name in starts or spec.name == "__metadata__":
             raise ModelFileError(f"The tensor name {spec.name!r} can't be used twice in one file.")
         if spec.dtype not in _NAMES:
@@ -68,7 +78,7 @@ def build_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> tu
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % multiple)
     data_start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: data_start + start for name, start in starts.items()}
 
@@ -98,7 +108,8 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
-        specs = tuple(specs)
+        # Wider elements come first, so that every tensor is aligned to its element.
+        specs = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         header, self._starts = build_header(specs, metadata or {})
         self._missing = {spec.name: spec for spec in specs}
         self._size_bytes = len(header) + sum(spec.num_bytes for spec in self._missing.values())

@@ -55,6 +55,7 @@ class TrainStep:
     device: torch.device
     dtype: torch.dtype
     spill_dir: Path | None = None
+    shared_checkpoints: int | None = None
     programs: ProgramCache = field(repr=False)
 
     def init(
@@ -95,6 +96,7 @@ class TrainStep:
             device=self.device,
             dtype=self.dtype,
             spill_dir=self.spill_dir,
+            shared_checkpoints=self.shared_checkpoints,
             programs=self.programs,
             progress=progress,
         )
@@ -113,6 +115,7 @@ def make_train_step(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
     spill_dir: Path | None = None,
+    shared_checkpoints: int | None = None,
     compile: bool = False,
     programs: ProgramCache | None = None,
 ) -> TrainStep:
@@ -123,6 +126,8 @@ def make_train_step(
         device: None = the GPU if there is one.
         dtype: of the working weights: float32, or bfloat16 (the optimizer then keeps the rest of an fp32 master).
         spill_dir: a directory on NVMe, needed if the plan puts anything there.
+        shared_checkpoints: take room there for so many checkpoints (`count_shared`), which then link what is on NVMe in
+            place of writing it again; None = they are copies.
         compile: compile block programs (equal bits between residual points then need more than this release has).
         programs: share compiled programs with another trainer of the same model.
 
@@ -143,6 +148,7 @@ def make_train_step(
         device=chosen,
         dtype=dtype,
         spill_dir=spill_dir,
+        shared_checkpoints=shared_checkpoints,
         programs=programs or ProgramCache(compile=compile),
     )
 

@@ -17,35 +17,33 @@ from typing import NamedTuple
 import torch
 
 from lazytrain.errors import ConfigError, LazyTrainError
-from lazytrain.export import check_target
-from lazytrain.lanes import Span
+from lazytrain.export import check_target, read_texts
+from lazytrain.homes import spill_room
 from lazytrain.locking import RunLock
 from lazytrain.optimizer import Optimizer, adamw8bit
 from lazytrain.planning import Planned, choose_plan, default_limits, plan_from_file
 from lazytrain.profile_cache import user_cache
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
-from lazytrain.progress import progress_bar
 from lazytrain.recipes.effective import effective_config, effective_values
 from lazytrain.recipes.evaluation import evaluate, recall, task_path
 from lazytrain.recipes.failures import describe_error, make_directory
-from lazytrain.recipes.metrics import MetricsFile, count_skipped, describe_metrics
 from lazytrain.recipes.options import Options, parse_options
-from lazytrain.recipes.outcome import Tier, describe_plan, describe_use, measure_tiers, write_outcome
+from lazytrain.recipes.outcome import describe_plan, describe_room, measure_tiers, write_outcome
 from lazytrain.recipes.preparation import Job, largest_batch, prepare
 from lazytrain.recipes.resuming import run_meta
 from lazytrain.recipes.scoring import Score
 from lazytrain.recipes.software_checks import BFLOAT16_CAPABILITY
-from lazytrain.recipes.trackers import Trackers, check_trackers, open_trackers
-from lazytrain.saving import export_state, plan_state_export, resume_state, save_state
+from lazytrain.recipes.trackers import check_trackers, open_trackers
+from lazytrain.recipes.training import start, train
+from lazytrain.saving import NUM_KEPT, count_shared, export_state, plan_state_export, save_state
 from lazytrain.schedules import cosine
 from lazytrain.signals import GracefulStop
 from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.errors import PlannerError
-from lazytrain.trainer import TrainState, TrainStep, make_train_step
+from lazytrain.trainer import TrainState, make_train_step
 
 SLOW_DISK_BYTES_S = 0.5e9
-TRACED_STEP = 4  # of this process: late enough for caches to be warm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,6 +103,9 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
         (options.out / "options.toml").write_text(effective_config(options), encoding="utf-8")
         if options.plan_only:
             return
+        shared = None
+        if options.spill_dir is not None:
+            shared = count_shared(options.out, options.spill_dir, meta=run_meta(options, job))
         step = make_train_step(
             job.model,
             setup.optimizer,
@@ -112,8 +113,13 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             device=device,
             dtype=setup.dtype,
             spill_dir=options.spill_dir,
+            shared_checkpoints=shared,
             programs=setup.programs,
         )
+        room = spill_room(job.model, planned.plan, setup.optimizer.settings, setup.dtype, shared)
+        for line in describe_room(*room, shared):
+            say(line)
+        texts = read_texts(job.model_dir, setup.dtype)
         before_bytes = resident_host_bytes()
         state = start(options, job, step, say)
     bound.step_s = planned.plan.predicted.step_ms / 1e3 if planned.plan.predicted else None
@@ -124,10 +130,17 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             torch.cuda.reset_peak_memory_stats(device)
         engine = state.engine
         state, spans = train(
-            options, job, step, state, stop, trackers, lambda: measure_tiers(planned, engine, device, before_bytes)
+            options,
+            job,
+            step,
+            state,
+            stop,
+            trackers,
+            measure_memory=lambda: measure_tiers(planned, engine, device, before_bytes),
+            texts=texts,
         )
         tiers = measure_tiers(planned, engine, device, before_bytes)
-        save_state(state, options.out, meta=run_meta(options, job))
+        save_state(state, options.out, meta=run_meta(options, job), texts=texts)
         if stop.requested:
             say(f"stopped at step {state.step}: the checkpoint is complete, --resume auto goes on from it")
             return
@@ -214,7 +227,15 @@ def make_plan(
     say: Callable[[str], None],
 ) -> Planned:
     """Profile this machine with this model, then solve for a plan; or read the plan that the user names."""
-    limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
+    if options.spill_dir is not None:
+        options.spill_dir.mkdir(parents=True, exist_ok=True)
+    limits = default_limits(
+        device,
+        gpu_memory=options.gpu_memory,
+        host_memory=options.host_memory,
+        spill_dir=options.spill_dir,
+        shared_checkpoints=NUM_KEPT,
+    )
     start_s = time.perf_counter()
     profiler = Profiler(
         model=job.model,
@@ -236,18 +257,6 @@ def make_plan(
     return planned
 
 
-def start(options: Options, job: Job, step: TrainStep, say: Callable[[str], None]) -> TrainState:
-    """Return the state to go on from: the newest valid checkpoint with --resume, else the model's weights."""
-    with progress_bar("loading", len(job.model.units), unit="units") as bar:
-        if options.resume is not None:
-            resumed = resume_state(step, options.out, meta=run_meta(options, job), progress=lambda name: bar.advance())
-            if resumed is not None:
-                say(f"resumed at step {resumed.step} of {job.num_steps}")
-                return resumed
-            say("no checkpoint to resume: starting from the model's weights")
-        return step.init(job.model_dir.read, seed=options.seed, progress=lambda name: bar.advance())
-
-
 def score_before(
     state: TrainState, job: Job, options: Options, stop: GracefulStop, say: Callable[[str], None]
 ) -> Score | None:
@@ -262,40 +271,6 @@ def score_before(
         return evaluate(state, job, options, "before training", path, stop)
     task_path(path).unlink(missing_ok=True)  # of an earlier run in this directory
     return None
-
-
-def train(
-    options: Options,
-    job: Job,
-    step: TrainStep,
-    state: TrainState,
-    stop: GracefulStop,
-    trackers: Trackers,
-    measure_memory: Callable[[], Sequence[Tier]],
-) -> tuple[TrainState, tuple[Span, ...]]:
-    """Take the remaining steps; return the last state and the trace of one step."""
-    spans: tuple[Span, ...] = ()
-    first, num_params, num_skipped = state.step, job.model.num_params, 0
-    with (
-        MetricsFile(options.out / "metrics.jsonl", first_step=first) as metrics_file,
-        progress_bar("training", job.num_steps, unit="steps", initial=first) as bar,
-    ):
-        while state.step < job.num_steps and not stop.requested:
-            traced = state.step == min(first + TRACED_STEP, job.num_steps - 1)
-            counts = job.stream.count_tokens(state.step)
-            batch = job.stream.batch(state.step)
-            state, metrics = step(state, batch)
-            if traced:
-                spans = state.engine.read_step()
-            trackers.log_row(metrics_file.write(metrics, counts, batch, num_params=num_params))
-            if metrics.skipped:
-                bar.write(f"step {metrics.step}: gradient norm {metrics.grad_norm} in {metrics.bad_unit}: step skipped")
-            num_skipped = count_skipped(num_skipped, metrics)
-            note = describe_metrics(metrics, counts, num_params=num_params)
-            bar.advance(note=f"{note}; memory: {describe_use(measure_memory())}")
-            if options.save_every and state.step % options.save_every == 0 and state.step < job.num_steps:
-                save_state(state, options.out, meta=run_meta(options, job))
-    return state, spans
 
 
 def print_line(line: str) -> None:

@@ -1,6 +1,7 @@
 """metrics.jsonl: one line a step, and the same numbers as a note for the progress bar."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from lazytrain.base import StepMetrics
+from lazytrain.durable import sync_directory, write_file
 from lazytrain.errors import NonFiniteError
 from lazytrain.recipes.batches import TokenCounts
 
@@ -21,9 +23,11 @@ class MetricsFile:
     def __init__(self, path: Path, *, first_step: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] < first_step]
         partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.unlink(missing_ok=True)
+        write_file(partial, "".join(json.dumps(row) + "\n" for row in kept).encode())
         partial.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        sync_directory(path.absolute().parent)
 
     def write(
         self, metrics: StepMetrics, counts: TokenCounts, batch: Mapping[str, Tensor], *, num_params: int = 0
@@ -48,13 +52,20 @@ class MetricsFile:
         self._file.flush()
         return row
 
+    def sync(self) -> None:
+        """Wait until the disk has every line; a checkpoint that follows stands for them."""
+        os.fsync(self._file.fileno())
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
 
 def count_skipped(before: int, metrics: StepMetrics) -> int:

@@ -41,6 +41,21 @@ def describe_plan(planned: Planned, job: Job) -> Iterator[str]:
     )
 
 
+def describe_room(own_bytes: int, shared_bytes: int, shared_checkpoints: int | None) -> Iterator[str]:
+    """Yield what a run says of the room on NVMe that it is about to take, if any."""
+    if not own_bytes:
+        return
+    if shared_checkpoints is None:
+        yield f"takes {format_bytes(own_bytes)} on NVMe now; checkpoints are copies: they can't share files with it"
+    elif not shared_checkpoints:
+        yield f"takes {format_bytes(own_bytes)} on NVMe now; new checkpoints get the room of those that they replace"
+    else:
+        yield (
+            f"takes {format_bytes(own_bytes)} on NVMe now, and {format_bytes(shared_bytes)} for the older versions "
+            f"that {shared_checkpoints} more checkpoints will hold there"
+        )
+
+
 class Tier(NamedTuple):
     """The bytes of one tier: by the plan, in the run (None where nobody counts), and what the plan may fill."""
 
@@ -67,7 +82,7 @@ def measure_tiers(planned: Planned, engine: Engine, device: torch.device, host_b
     if planned.problem.device_is_host:
         tiers = [tiers[1]._replace(planned_bytes=predicted.device_peak_bytes + predicted.host_bytes)]
     if planned.problem.allow_nvme:
-        spilled = engine.spill.reserved_bytes if engine.spill is not None else 0
+        spilled = engine.spill.reserved_bytes - engine.spill.shared_bytes if engine.spill is not None else 0
         tiers.append(Tier("NVMe", predicted.nvme_bytes, spilled, hardware.nvme_bytes))
     return tiers
 

@@ -6,26 +6,26 @@ lazytrain export RUN --to DIR
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from lazytrain.base import Model
 from lazytrain.checkpoint import Checkpoint, latest_valid
 from lazytrain.configuration import load_config
 from lazytrain.errors import CheckpointError, LazyTrainError
-from lazytrain.export import ExportPlan, export_model
+from lazytrain.export import ExportPlan, check_target, export_model
+from lazytrain.homes import owned_params
 from lazytrain.locking import RunLock
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.config_file import read_config
 from lazytrain.recipes.failures import describe_error
-from lazytrain.saving import plan_state_export
-from lazytrain.shards import open_model_dir
+from lazytrain.shards import CONFIG, open_model_dir
+from lazytrain.tensorfile import TensorFile
+from lazytrain.tensorwriter import TensorSpec
 from lazytrain.transformer import transformer_model
-
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,75 +44,83 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export_run(run_dir: Path, target: Path, base: Path | None = None) -> tuple[int, Path]:
-    """Write the working weights of the newest valid checkpoint as a model directory.
+    """Copy the model that the newest valid checkpoint holds; a checkpoint is a model directory already.
+
+    Copied, not linked: whoever writes into the export later must not reach the checkpoint.
 
     Args:
-        base: the model that was trained, for config and tokenizer; None = the one that the run noted.
+        base: another source of config and tokenizer; None = the checkpoint's own.
     Returns:
         The checkpoint's step, and the directory.
     Raises:
-        CheckpointError: no valid checkpoint, one of another model, or no base model to be found.
+        CheckpointError: no valid checkpoint, one without a config, or one that doesn't fit the config.
         ModelFileError: `target` holds something that is not an export, or is the base model.
     """
+    check_target(target, find_base(run_dir))
     checkpoint = latest_valid(run_dir)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} has no valid checkpoint. Train with --save-every, or to the end.")
-    dtype = DTYPES.get(str(checkpoint.meta.get("dtype")))
-    if dtype is None:
-        raise CheckpointError(f"{checkpoint.path} has weights of {checkpoint.meta.get('dtype')!r}: none of ours.")
-    files = open_model_dir(base or find_base(run_dir))
-    model = transformer_model(load_config(files.path))
-    plan = plan_state_export(model, files, target, dtype)
+    if base is None and CONFIG not in checkpoint.files:
+        raise CheckpointError(f"{checkpoint.path} has no {CONFIG}. Give the model that was trained with --model DIR.")
+    if base is None:
+        checkpoint.verify_texts()
+    source = open_model_dir(base or checkpoint.path)
+    shards = {name: checkpoint.open_file(name) for name in checkpoint.files if name.endswith(".safetensors")}
+    plan = plan_copy(shards)
+    check_fit(checkpoint, plan, transformer_model(load_config(source.path)))
     with progress_bar("exporting", len(plan.weight_map), unit="tensors") as bar:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in read_weights(checkpoint, plan):
-                yield name, tensor
-                bar.advance()
+            for file in shards.values():
+                for name in file.tensors:
+                    yield name, file.read(name)
+                    bar.advance()
 
         written = export_model(
             target,
             plan,
             tensors(),
-            config=files.config,
-            side_files=files.side_files,
-            base_dir=files.path,
+            config=source.config,
+            side_files=source.side_files,
+            base_dir=source.path,
             metadata={"step": str(checkpoint.step)},
         )
     return checkpoint.step, written
 
 
-def read_weights(checkpoint: Checkpoint, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the working weights of a checkpoint, checked against the planned shapes; states are left out."""
-    specs = {spec.name: spec for _, planned in plan.shards for spec in planned}
-    missing = set(specs)
-    for name in checkpoint.files:
-        file = checkpoint.open_file(name)
-        for key in file.tensors:
-            if key not in missing:
-                continue
-            tensor, spec = file.read(key), specs[key]
-            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-                raise CheckpointError(
-                    f"{checkpoint.path}: {key!r} is {tensor.dtype} {tuple(tensor.shape)}, the base model's is "
-                    f"{spec.dtype} {spec.shape}. Give the --model that was trained."
-                )
-            missing.remove(key)
-            yield key, tensor
-    if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise CheckpointError(f"{checkpoint.path} lacks {names}. Give the --model that was trained.")
+def plan_copy(shards: Mapping[str, TensorFile]) -> ExportPlan:
+    """Return the plan of an export with the same tensors in files of the same names."""
+    specs = {
+        shard: tuple(TensorSpec(name, info.dtype, info.shape) for name, info in file.tensors.items())
+        for shard, file in shards.items()
+    }
+    return ExportPlan(tuple(specs.items()), sum(spec.num_bytes for shard in specs.values() for spec in shard))
 
 
-def find_base(run_dir: Path) -> Path:
-    """Return the model that a run trained: the one in its options.toml, or the embedded default's."""
+def check_fit(checkpoint: Checkpoint, plan: ExportPlan, model: Model) -> None:
+    """Refuse a config that describes other tensors than the checkpoint holds.
+
+    Raises:
+        CheckpointError: names a tensor that one of them lacks, or that has another shape there.
+    """
+    found = {spec.name: spec.shape for _, specs in plan.shards for spec in specs}
+    wanted = {s.full_name: s.shape for unit in model.units for s in owned_params(model, unit).values()}
+    differing = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: {name!r} is {found.get(name, 'missing')}, the config says "
+            f"{wanted.get(name, 'nothing')}. Give the --model that was trained."
+        )
+
+
+def find_base(run_dir: Path) -> Path | None:
+    """Return the model that a run trained: the one in its options.toml, or the embedded default's; None if unknown."""
     embedded, noted = run_dir / "base_model", run_dir / "options.toml"
     model = read_config(noted).get("model") if noted.is_file() else None
     if isinstance(model, str):
         return Path(model)
-    if embedded.is_dir():
-        return embedded
-    raise CheckpointError(f"{run_dir} does not say which model was trained. Give it with --model DIR.")
+    return embedded if embedded.is_dir() else None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -123,7 +131,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory (--out of lazytrain train)")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: RUN/model)")
-    parser.add_argument("--model", type=Path, help="the model that was trained (default: the one that the run noted)")
+    parser.add_argument("--model", type=Path, help="config and tokenizer (default: the checkpoint's)")
     return parser.parse_args(arguments)
 
 

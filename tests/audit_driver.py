@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import save_file
 from signal_driver import SMALL, make_input, output_to
 
-from lazytrain.checkpoint import latest_valid, open_checkpoint, save_checkpoint
+from lazytrain.checkpoint import latest_valid, open_checkpoint
 from lazytrain.errors import LazyTrainError
 from lazytrain.recipes import metamathqa
 from lazytrain.shards import INDEX, open_model_dir
 from lazytrain.store import main as store_main
 from lazytrain.store_manifest import MODEL_CHECKSUMS, canonical
+from lazytrain.store_saving import save_checkpoint
 
 WATCHED = (
     "open",

@@ -4,14 +4,15 @@ import warnings
 
 import torch
 
-from lazytrain.checkpoint import latest_valid, save_checkpoint
+from lazytrain.checkpoint import latest_valid
+from lazytrain.store_saving import save_checkpoint
 
 
 def make_files(value):
     generator = torch.Generator().manual_seed(value)
     return [
         ("embed.safetensors", {"w": torch.randn(7, 3, generator=generator).bfloat16(), "t": torch.tensor(value)}),
-        ("block_0.safetensors", lambda: {"w": torch.randn(123, generator=generator), "m": torch.zeros(0)}),
+        ("block_0.states", lambda: {"w": torch.randn(123, generator=generator), "m": torch.zeros(0)}),
     ]
 
 

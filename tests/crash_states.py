@@ -68,6 +68,7 @@ class Recorder:
                 "mkdir",
                 "unlink",
                 "rmdir",
+                "link",
             ):
                 patch.setattr(os, name, self._wrap(getattr(os, name), getattr(self, f"_{name}")))
             patch.setattr(durable, "_exchange", self._wrap(durable._exchange, self._exchange))
@@ -135,8 +136,9 @@ class Recorder:
     def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         entry = self._entry(path, dir_fd)
         if entry is not None:
-            # The kernel may give the number to another file.
-            self._nodes.pop(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_ino)
+            status = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+            if status.st_nlink == 1 or self._nodes[status.st_ino].is_dir:
+                del self._nodes[status.st_ino]  # the kernel may give the number to another file
             self._add(names=[(*entry, None)])
 
     _rmdir = _unlink
@@ -146,6 +148,11 @@ class Recorder:
         assert old is not None
         assert new is not None
         self._add(names=[(*old, None), (*new, self._node(source))])
+
+    def _link(self, source: Any, target: Any) -> None:
+        new = self._entry(target, None)
+        assert new is not None
+        self._add(names=[(*new, self._node(source))])
 
     def _exchange(self, first: Path, second: Path) -> None:
         a, b = self._entry(first, None), self._entry(second, None)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from store_runs import META, make_run, make_step
-from toys import ON_CPU, make_plan
+from toys import ON_CPU, make_model, make_params, make_plan
 
 from lazytrain.checkpoint import open_checkpoint
 from lazytrain.configuration import load_config
 from lazytrain.errors import CheckpointError, LazyTrainError
-from lazytrain.saving import resume_state
+from lazytrain.saving import resume_state, save_state
 from lazytrain.shards import open_model_dir
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.plan import Plan
@@ -155,6 +155,11 @@ def run_cases(directory: Path, seed: int, num_cases: int) -> dict[str, Any]:
         if path.name != "step_00000003":
             path.rename(directory / path.name)
     checkpoint, model = run_dir / "checkpoints/step_00000003", run_dir / "model"
+    linked = save_state(
+        make_step("all on nvme", directory / "nvme", run_dir=directory / "linked").init(make_params(make_model())),
+        directory / "linked",
+        meta=META,
+    )
     bare = directory / "bare"
     bare.mkdir()
     for path in model.iterdir():
@@ -168,7 +173,7 @@ def run_cases(directory: Path, seed: int, num_cases: int) -> dict[str, Any]:
             raise CheckpointError(problems[0])
 
     kinds: dict[str, tuple[Path, Callable[[bytes, random.Random], bytes], Callable[[Path], None]]] = {
-        "header": (checkpoint / "unit_00000.safetensors", damage_header, read_tensors),
+        "header": (checkpoint / "unit-00001.states", damage_header, read_tensors),
         "shard": (bare / "model-00001-of-00004.safetensors", damage_header, lambda path: read_model(bare)),
         "index": (bare / "model.safetensors.index.json", damage_text, lambda path: read_model(bare)),
         "config": (bare / "config.json", damage_text, lambda path: read_model(bare)),
@@ -177,6 +182,11 @@ def run_cases(directory: Path, seed: int, num_cases: int) -> dict[str, Any]:
             checkpoint / "manifest.json",
             damage_text,
             lambda path: read_checkpoint(checkpoint, run_dir, step),
+        ),
+        "linked manifest": (
+            linked / "manifest.json",
+            damage_text,
+            lambda path: read_checkpoint(linked, linked.parents[1], step),
         ),
         "plan": (directory / "plan.json", damage_text, lambda path: read_plan(path, problem)),
     }

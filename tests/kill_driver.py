@@ -32,12 +32,14 @@ from lazytrain.trainer import read_params
 NUM_STEPS, SAVE_EVERY = 6, 2
 PLANS = ("all on nvme", "mixed", "all on nvme, updated on cpu", "streamed, updated on cpu")
 CALLS = (
-    "open", "pwrite", "preadv", "fsync", "posix_fallocate", "rename", "mkdir", "unlink", "rmdir", "close",
+    "open", "pwrite", "preadv", "fsync", "posix_fallocate", "rename", "mkdir", "unlink", "rmdir", "close", "link",
+    "ftruncate",
 )  # fmt: skip
-SPILL_WRITE, SPILL_READ, SAVE, SYNC, NAME, STEP, METRICS, TIME = (
+SPILL_WRITE, SPILL_READ, SAVE, SYNC, NAME, STEP, METRICS, TIME, LINK = (
     "spill write", "spill read", "save write", "save sync", "save rename or delete", "step", "metrics", "time",
+    "save link",
 )  # fmt: skip
-CLASSES = (SPILL_WRITE, SAVE, NAME, SPILL_READ, STEP, SYNC, METRICS, TIME)
+CLASSES = (SPILL_WRITE, SAVE, NAME, SPILL_READ, STEP, SYNC, METRICS, TIME, LINK)
 KILLED = -signal.SIGKILL
 
 
@@ -68,6 +70,8 @@ class Events:
             path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fsdecode(target)
         except OSError:
             path = ""
+        if name in ("link", "ftruncate"):  # what is on NVMe gets its header, its size and a name in the checkpoint
+            return LINK
         if "/nvme/" in path or path.endswith("/nvme"):
             return SPILL_READ if name == "preadv" else SPILL_WRITE if name == "pwrite" else "other"
         if name == "fsync":
@@ -83,7 +87,7 @@ def train(directory: Path, plan: str, events: Events) -> None:
     run_dir = directory / "run"
     events.install()
     with RunLock(run_dir):
-        step = make_step(plan, directory / "nvme")
+        step = make_step(plan, directory / "nvme", run_dir=run_dir)
         state = resume_state(step, run_dir, meta=META)
         if state is None:
             state = step.init(make_params(make_model()), seed=3)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazytrain import checkpoint, durable, programs
+from lazytrain import durable, programs, store_saving
 from lazytrain.lanes import Lanes
 from lazytrain.recipes import evaluation, metamathqa
 from lazytrain.recipes.default_model import write_default_model
@@ -71,7 +71,7 @@ def place(phase: str) -> tuple[Any, str, Callable[..., bool], int]:
         "load": (ModelDir, "read", always, 9),
         "step": (Lanes, "span", is_span("backward"), 6),
         "update": (Lanes, "span", is_span("update"), 8),
-        "save": (checkpoint, "write_file", always, 1),
+        "save": (store_saving, "write_file", always, 1),
         "export": (durable, "publish", lambda staged, target: target.name == "model", 1),
         "evaluation": (evaluation, "generate", always, 2),
     }[phase]

@@ -10,7 +10,7 @@ from toys import make_batch, make_model, make_params
 
 from lazytrain import adamw8bit, cosine, make_train_step
 from lazytrain.export import export_model, plan_export
-from lazytrain.saving import save_state
+from lazytrain.saving import count_shared, save_state
 from lazytrain.tensorwriter import TensorSpec
 from lazytrain.trainer import TrainStep, read_params
 
@@ -32,10 +32,17 @@ CONFIG = {
 }
 
 
-def make_step(plan: str, spill_dir: Path) -> TrainStep:
+def make_step(plan: str, spill_dir: Path, *, run_dir: Path | None = None) -> TrainStep:
+    """Return the step of the toy model; with `run_dir`, its checkpoints link what the plan keeps on NVMe."""
     optimizer = adamw8bit(cosine(3e-3, num_steps=16, num_warmup_steps=3))
     return make_train_step(
-        make_model(), optimizer, PLANS[plan], device="cpu", dtype=torch.bfloat16, spill_dir=spill_dir
+        make_model(),
+        optimizer,
+        PLANS[plan],
+        device="cpu",
+        dtype=torch.bfloat16,
+        spill_dir=spill_dir,
+        shared_checkpoints=None if run_dir is None else count_shared(run_dir, spill_dir),
     )
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from checkpoint_files import assert_whole, latest_without_warning, make_files, save, steps
 
-from lazytrain.checkpoint import find_checkpoints, latest_valid, open_checkpoint, save_checkpoint
+from lazytrain.checkpoint import OtherVersionError, find_checkpoints, latest_valid, open_checkpoint
 from lazytrain.errors import CheckpointError, ConfigError
 from lazytrain.store_manifest import canonical
+from lazytrain.store_saving import save_checkpoint
 
 
 def test_checkpoint_comes_back_bit_equal(tmp_path):
@@ -20,7 +21,7 @@ def test_checkpoint_comes_back_bit_equal(tmp_path):
     assert checkpoint.path == path == tmp_path / "checkpoints/step_00000012"
     assert checkpoint.meta == meta
     assert checkpoint.step == 12
-    assert list(checkpoint.files) == ["embed.safetensors", "block_0.safetensors"]
+    assert list(checkpoint.files) == ["embed.safetensors", "block_0.states"]
     save(tmp_path, 13)
     assert_whole(latest_without_warning(tmp_path))
 
@@ -75,7 +76,7 @@ def test_rotation_deletes_only_what_is_provably_its_own(tmp_path):
     assert len(list((tmp_path / "elsewhere").iterdir())) == 3
 
 
-@pytest.mark.parametrize("name", ["embed.safetensors", "block_0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", ["embed.safetensors", "block_0.states", "manifest.json"])
 def test_every_flipped_bit_is_found(tmp_path, name):
     path = save(tmp_path, 1) / name
     content = path.read_bytes()
@@ -91,11 +92,11 @@ def test_every_flipped_bit_is_found(tmp_path, name):
 
 def test_flipped_bit_names_file_and_tensor(tmp_path):
     path = save(tmp_path, 1)
-    file = path / "block_0.safetensors"
+    file = path / "block_0.states"
     content = bytearray(file.read_bytes())
     content[-1] ^= 4
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"block_0\.safetensors: tensor 'w' has changed"):
+    with pytest.raises(CheckpointError, match=r"block_0\.states: tensor 'w' has changed"):
         open_checkpoint(path).verify()
 
 
@@ -136,6 +137,13 @@ def forge(path, change):
     (path / "manifest.json").write_text(json.dumps(content))
 
 
+def test_manifest_with_a_file_that_no_checkpoint_holds_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    forge(path, lambda body: body["files"].update({"notes.txt": body["files"]["embed.safetensors"]}))
+    with pytest.raises(CheckpointError, match=r"lists 'notes\.txt'"):
+        open_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["../embed.safetensors", "/etc/passwd", "a/b", "..", ""])
 def test_manifest_with_paths_is_refused(tmp_path, name):
     path = save(tmp_path, 1)
@@ -146,12 +154,31 @@ def test_manifest_with_paths_is_refused(tmp_path, name):
 
 def test_manifest_of_another_version_is_refused(tmp_path):
     path = save(tmp_path, 1)
-    forge(path, lambda body: body.update(version=2))
-    with pytest.raises(CheckpointError, match="version 2; this program reads 1"):
+    forge(path, lambda body: body.update(version=1))
+    with pytest.raises(CheckpointError, match=r"version 1; this program reads 2.*release that saved it.*export"):
         open_checkpoint(path)
-    forge(path, lambda body: body.update(version=1) or body.pop("files"))
+    # Not skipped as if it were broken: the run would start anew.
+    with pytest.warns(RuntimeWarning, match="version 1"), pytest.raises(OtherVersionError, match="version 1"):
+        latest_valid(tmp_path)
+    save(tmp_path, 2)
+    with pytest.warns(RuntimeWarning, match="version 1"):
+        assert latest_valid(tmp_path).step == 2
+    forge(path, lambda body: body.update(version=2) or body.pop("files"))
     with pytest.raises(CheckpointError, match="damaged"):
         open_checkpoint(path)
+
+
+def test_texts_lie_beside_the_tensors_and_stop_no_resume(tmp_path):
+    texts = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}'}
+    path = save_checkpoint(tmp_path, 1, make_files(1), {"step": 1}, texts=texts)
+    assert {name: (path / name).read_bytes() for name in texts} == texts
+    checkpoint = latest_without_warning(tmp_path)
+    assert set(texts) < set(checkpoint.files)
+    checkpoint.verify_texts()
+    (path / "tokenizer.json").write_text('{"a": 2}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: its content has changed"):
+        checkpoint.verify_texts()
+    assert latest_without_warning(tmp_path).step == 1
 
 
 def test_one_file_is_made_at_a_time(tmp_path):

@@ -8,10 +8,21 @@ import warnings
 import pytest
 from checkpoint_files import assert_whole, latest_without_warning, make_files, save, steps
 
-from lazytrain.checkpoint import save_checkpoint
 from lazytrain.errors import CheckpointError
+from lazytrain.store_saving import save_checkpoint
 
-SYSTEM_CALLS = ["pwrite", "fsync", "posix_fallocate", "rename", "mkdir", "unlink", "rmdir", "ftruncate", "close"]
+SYSTEM_CALLS = [
+    "pwrite",
+    "fsync",
+    "posix_fallocate",
+    "rename",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+    "close",
+    "link",
+]
 
 
 def count_calls(action, monkeypatch, at=None, do=None):

@@ -1,6 +1,7 @@
 """What a step's line says, what metrics.jsonl keeps, and memory per tier beside the plan."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,28 @@ def test_steps_skipped_in_a_row_end_the_run() -> None:
         count_skipped(MAX_SKIPPED_IN_ROW - 1, bad)
 
 
+def test_lines_are_on_the_disk_where_a_checkpoint_stands_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "metrics.jsonl", []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append((name, os.fstat(fd).st_size if name.startswith("metrics") else 0))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with MetricsFile(path, first_step=0) as file:
+        assert synced == [("metrics.jsonl.partial", 0), (tmp_path.name, 0)]
+        for step in range(2):
+            file.write(make_metrics(step), COUNTS, BATCH)
+            file.sync()
+            assert synced[-1] == ("metrics.jsonl", path.stat().st_size)
+        file.write(make_metrics(2), COUNTS, BATCH)
+    assert synced[-1] == ("metrics.jsonl", path.stat().st_size)
+
+
 def planned(*, is_host: bool, nvme: bool) -> Any:
     hardware = SimpleNamespace(device_memory_bytes=8 * GIB, host_memory_bytes=32 * GIB, nvme_bytes=100 * GIB)
     predicted = SimpleNamespace(device_peak_bytes=2 * GIB, host_bytes=3 * GIB, nvme_bytes=5 * GIB)
@@ -77,7 +100,9 @@ def planned(*, is_host: bool, nvme: bool) -> Any:
 
 
 def engine(spilled: int | None) -> Any:
-    return SimpleNamespace(spill=None if spilled is None else SimpleNamespace(reserved_bytes=spilled))
+    """Return what is asked of an engine; checkpoints have a GiB of its room, which is no part of the plan."""
+    spill = None if spilled is None else SimpleNamespace(reserved_bytes=spilled + GIB, shared_bytes=GIB)
+    return SimpleNamespace(spill=spill)
 
 
 @pytest.mark.parametrize(

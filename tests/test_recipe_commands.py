@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 
+from lazytrain.checkpoint import open_checkpoint
 from lazytrain.configuration import load_config
 from lazytrain.engine import Engine
 from lazytrain.recipes import model_evaluation
@@ -15,6 +16,7 @@ from lazytrain.recipes.command import main
 from lazytrain.recipes.model_evaluation import FileEngine
 from lazytrain.shards import open_model_dir
 from lazytrain.solver.plan import Plan
+from lazytrain.store_manifest import MODEL_CHECKSUMS
 from lazytrain.trainer import TrainState, read_params
 from lazytrain.transformer import transformer_model
 
@@ -116,8 +118,40 @@ def test_export_of_the_checkpoint_is_the_runs_own_model(out: Path, tmp_path: Pat
     assert main(["export", str(out), "--to", str(tmp_path / "model")]) == 0
     assert_equal_models(tmp_path / "model", out / "model")
     assert main(["verify", str(tmp_path / "model")]) == 0
-    names = {path.name for path in (out / "model").iterdir()}
-    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    # A checkpoint is a model: other tools load it as it is, and an export is a copy of what it needs.
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert_equal_models(checkpoint, out / "model")
+    names = {path.name for path in checkpoint.iterdir() if not path.name.endswith(".states")}
+    assert {"config.json", "tokenizer.json", "generation_config.json", "model.safetensors.index.json"} <= names
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names - {"manifest.json"} | {MODEL_CHECKSUMS}
+    (checkpoint / "config.json").rename(tmp_path / "config.json")
+    assert main(["export", str(out), "--to", str(tmp_path / "model")]) == 2
+    assert main(["export", str(out), "--to", str(tmp_path / "again"), "--model", str(out / "base_model")]) == 0
+    (tmp_path / "config.json").rename(checkpoint / "config.json")
+    assert_equal_models(tmp_path / "again", out / "model")
+
+
+def test_a_run_with_blocks_on_nvme_says_what_it_takes_and_links_it(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = json.loads((out / "plan.json").read_text())
+    for blocks in plan["blocks"]:
+        blocks.update(weights="nvme", states="nvme", update="device", grads="host", residuals="none", residual_point=0)
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    run = ("--plan", str(tmp_path / "plan.json"), "--spill-dir", str(tmp_path / "nvme"), "--out", str(tmp_path / "run"))
+    assert main(["train", *FLAGS, *run]) == 0
+    printed = capsys.readouterr().out
+    assert "on NVMe now, and" in printed
+    assert "2 more checkpoints will hold there" in printed
+    (path,) = (tmp_path / "run/checkpoints").iterdir()
+    linked = [name for name, record in open_checkpoint(path).files.items() if record.piece_checksums]
+    assert len(linked) == 8  # weights and states of four blocks
+    assert_equal_models(path, out / "model")  # placement never changes a bit
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert_equal_models(tmp_path / "run/model", out / "model")
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["train", *FLAGS, *run, "--resume", "auto"]) == 0
+    assert "resumed at step 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

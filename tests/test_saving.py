@@ -1,7 +1,9 @@
 """Checkpoints of the trainer: exact resume under any placement, refusal of foreign ones, exported models."""
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,12 @@ from toys import make_batch, make_model, make_params
 from lazytrain import adamw, adamw8bit, cosine, make_train_step
 from lazytrain.configuration import parse_config
 from lazytrain.errors import CheckpointError
+from lazytrain.export import read_texts
+from lazytrain.homes import Homes
 from lazytrain.saving import export_state, resume_state, save_state
-from lazytrain.shards import open_model_dir
+from lazytrain.shards import INDEX, open_model_dir
+from lazytrain.store_units import state_tensors
+from lazytrain.tensorfile import TensorFile
 from lazytrain.trainer import TrainState, TrainStep, read_params
 from lazytrain.transformer import forward_logits, random_params, transformer_model
 
@@ -98,9 +104,50 @@ def test_resume_names_the_option_that_differs(tmp_path: Path) -> None:
         resume_state(other, tmp_path, meta=META)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_checkpoint_holds_weights_and_states_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The weights are the upper half of the master: no byte of the state is stored twice."""
+    step = make_step("streamed", tmp_path, dtype)
+    state = step.init(make_params(make_model()))
+    path = save_state(state, tmp_path / "run", meta=META)
+    layouts = [home.layout for home in state.engine.homes.units if home.has_params]
+    weight_bytes = sum(place.numel for layout in layouts for place in layout.places) * dtype.itemsize
+    state_bytes = sum(
+        view.numel() * view.element_size()
+        for layout in layouts
+        for _, view in state_tensors(layout, torch.empty(layout.state_bytes, dtype=torch.uint8, device="meta"))
+    )
+    stored = {
+        suffix: sum(file.stat().st_size - TensorFile(file).header_bytes for file in path.glob(f"*{suffix}"))
+        for suffix in (".safetensors", ".states")
+    }
+    assert stored == {".safetensors": weight_bytes, ".states": state_bytes}
+    index = json.loads((path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == weight_bytes
+    assert index["weight_map"].keys() == make_params(make_model()).keys()
+
+
+def test_a_save_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a save takes from NVMe is one unit's weights or states, never two."""
+    step = make_step("all on nvme", tmp_path, torch.bfloat16)
+    state = step.init(make_params(make_model()))
+    alive: list[weakref.ref[torch.Tensor]] = []
+    real = Homes._read_target
+
+    def read(*args: Any) -> torch.Tensor:
+        assert not any(ref() is not None for ref in alive), "an older slab is still held"
+        slab = real(*args)
+        alive.append(weakref.ref(slab))
+        return slab
+
+    monkeypatch.setattr(Homes, "_read_target", read)
+    save_state(state, tmp_path / "run", meta=META)
+    assert len(alive) == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_exported_model_has_equal_logits_in_transformers(tied: bool, tmp_path: Path) -> None:
+def test_exported_models_and_checkpoints_have_equal_logits_in_transformers(tied: bool, tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -126,5 +173,10 @@ def test_an_exported_model_has_equal_logits_in_transformers(tied: bool, tmp_path
         return {name: trained.get(spec.full_name, embed) for name, spec in unit.params.items()}
 
     ours = forward_logits(model, get, {"tokens_bt": tokens_bt})
-    theirs = AutoModelForCausalLM.from_pretrained(out)(tokens_bt).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    texts = read_texts(open_model_dir(base), torch.float32)
+    saved = save_state(state, tmp_path / "run", meta=META, texts=texts)
+    for path in (out, saved):
+        loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        assert not any(info.values()), info
+        theirs = loaded(tokens_bt).logits
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,10 @@
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from lazytrain.errors import MemoryBudgetError
 from lazytrain.spill import SpillError, SpillStore
+from lazytrain.store_io import PIECE_BYTES, Manner, piece_checksum
 
 
 def blob(value, num_bytes=1000):
@@ -118,6 +122,74 @@ def test_wrong_sizes_and_cut_files_are_errors(store):
         read(store, "a")
     with pytest.raises(SpillError, match="Nothing was spilled"):
         store.map("b")
+
+
+HEAD = b"head" + b" " * 4092
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("num_bytes", [1, 123, 4096, 100_001, 9 * 2**20 + 5])
+def test_a_linked_blob_is_a_file_of_its_exact_size_behind_its_header(tmp_path, direct, num_bytes):
+    store = SpillStore(tmp_path, Manner(direct, 2))
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    store.reserve_lasting([num_bytes + 4096], 1)
+    store.write("a", data, head_bytes=4096)
+    checksums = store.link("a", tmp_path / "x", HEAD)
+    pieces = [data[start : start + PIECE_BYTES] for start in range(0, num_bytes, PIECE_BYTES)]
+    assert checksums == tuple(piece_checksum(piece.numpy()) for piece in pieces)
+    store.write("a", data + 1, head_bytes=4096)
+    assert (tmp_path / "x").read_bytes() == HEAD + data.numpy().tobytes()
+    assert torch.equal(read(store, "a", num_bytes), data + 1)
+    assert torch.equal(store.map("a"), data + 1)
+    assert store.reserved_bytes == (2 + 2) * (num_bytes + 4096)
+    assert store.shared_bytes == num_bytes + 4096
+    store.close()
+    assert (tmp_path / "x").read_bytes() == HEAD + data.numpy().tobytes()
+
+
+def test_a_linked_file_is_never_taken_again_until_its_other_name_is_gone(store, tmp_path):
+    store.reserve_lasting([4096 + 1000], 1)
+    held = []
+    for value in range(6):
+        store.write("a", blob(value), head_bytes=4096)
+        if value in (1, 3):
+            store.link("a", tmp_path / str(value), HEAD)
+            held.append((tmp_path / str(value)).stat().st_ino)
+        store.restock()
+    assert [(tmp_path / str(value)).read_bytes()[4096:] for value in (1, 3)] == [bytes([v]) * 1000 for v in (1, 3)]
+    num_files = len(list(store.path.iterdir()))
+    (tmp_path / "1").unlink()
+    current = set()
+    for value in range(12):
+        store.write("a", blob(value), head_bytes=4096)
+        store.link("a", tmp_path / "now", HEAD)
+        current.add((tmp_path / "now").stat().st_ino)
+        (tmp_path / "now").unlink()
+    assert held[0] in current
+    assert held[1] not in current
+    assert len(list(store.path.iterdir())) == num_files
+
+
+def test_other_blobs_never_take_the_room_of_lasting_ones(store, monkeypatch):
+    store.reserve_lasting([4096 + 1000])
+    for value in range(5):
+        store.write(str(value), blob(value, 5000))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryBudgetError):
+        store.write("x", blob(1, 5000))
+    for value in range(5):
+        store.write("a", blob(value), head_bytes=4096)
+    assert read(store, "a")[0] == 4
+
+
+def test_the_files_go_with_the_process(tmp_path):
+    code = (
+        "import sys, torch; from pathlib import Path; from lazytrain.spill import SpillStore;"
+        "store = SpillStore(Path(sys.argv[1])); store.write('a', torch.zeros(9, dtype=torch.uint8))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def full(*args):

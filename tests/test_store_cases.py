@@ -108,7 +108,7 @@ def test_a_full_disk_is_found_before_the_first_tensor_is_saved(tmp_path: Path, m
     step = make_step("resident", tmp_path / "nvme")
     save_state(step.init(make_params(make_model())), tmp_path / "run", meta=META)
     files = [i for i, (what, _) in enumerate(order) if what == "take"]
-    assert len(files) == 6
+    assert len(files) == 12  # two a unit
     assert files[0] == 0  # nothing is written before the first file has its room
     assert all(order[i + 1] == ("write", order[i][1]) for i in files)
 
@@ -136,7 +136,7 @@ def test_mapped_files_of_a_checkpoint_outlive_its_rotation(tmp_path: Path) -> No
     save_state(state, tmp_path, meta=META)
     first = latest_valid(tmp_path)
     assert first is not None
-    file = first.open_file("unit_00001.safetensors")
+    file = first.open_file("unit-00002.states")
     expected = {name: file.read(name).clone() for name in file.tensors}
     while state.step < 3:
         state, _ = step(state, make_batch(state.step))
@@ -156,12 +156,12 @@ def test_nothing_is_deleted_where_the_disk_gives_back_other_bytes(
 
     def flips(fd: int, data: memoryview, offset: int) -> int:
         """Write as a disk with a bad cell does: a bit of one file's last write is another one, and nobody says so."""
-        if os.readlink(f"/proc/self/fd/{fd}").endswith("unit_00003.safetensors") and offset > 4096:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("unit-00004.states") and offset > 4096:
             data = memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", flips)
-    with pytest.raises(CheckpointError, match=r"step_00000001 reads back damaged: unit_00003.safetensors: tensor"):
+    with pytest.raises(CheckpointError, match=r"step_00000001 reads back damaged: unit-00004.states: tensor"):
         save_state(state, tmp_path, meta=META, keep=1)
     monkeypatch.undo()
     with pytest.warns(RuntimeWarning, match="step_00000001"):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-KINDS = ("header", "shard", "index", "config", "checksums", "manifest", "plan")
+KINDS = ("header", "shard", "index", "config", "checksums", "manifest", "linked manifest", "plan")
 
 
 def test_any_damage_gives_an_error_of_ours_or_a_right_load(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from store_runs import META, export_toy, flip_bit, make_run, make_step
 from test_trainer import PLANS
 
 from lazytrain import store_checks
-from lazytrain.checkpoint import open_checkpoint, save_checkpoint
+from lazytrain.checkpoint import open_checkpoint
 from lazytrain.errors import CheckpointError, ModelFileError
 from lazytrain.saving import resume_state
 from lazytrain.shards import open_model_dir
 from lazytrain.store import main
+from lazytrain.store_saving import save_checkpoint
 from lazytrain.store_verify import verify_directory
 from lazytrain.tensorfile import TensorFile
 
@@ -37,13 +38,13 @@ def data_files(run_dir: Path) -> list[Path]:
     found = [path for path in run_dir.rglob("*") if path.is_file() and path.name not in ("run.lock", "metrics.jsonl")]
     names = {path.name for path in found}
     assert {"manifest.json", "lazytrain_checksums.json", "plan.json", "config.json", "generation_config.json"} <= names
-    assert {"unit_00000.safetensors", "model-00001-of-00004.safetensors", "model.safetensors.index.json"} <= names
+    assert {"unit-00001.states", "model-00001-of-00004.safetensors", "model.safetensors.index.json"} <= names
     return sorted(found)
 
 
 def expected_place(path: Path, position: int) -> str:
     """Return what the report must name for a flipped bit at a position: the tensor, else the file."""
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", ".states"):
         for info in TensorFile(path).tensors.values():
             if info.start_bytes <= position < info.start_bytes + info.num_bytes:
                 return f"{path.name}: tensor {info.name!r} has changed"
@@ -76,7 +77,7 @@ def test_one_flipped_bit_is_found_in_every_class_of_file(run_dir: Path) -> None:
     for path in data_files(run_dir):
         size = path.stat().st_size
         starts = [0, 9, size - 1, *(random_.randrange(size) for _ in range(6))]
-        if path.suffix == ".safetensors":
+        if path.suffix in (".safetensors", ".states"):
             starts += [info.start_bytes + info.num_bytes // 2 for info in TensorFile(path).tensors.values()]
         for position in starts:
             place = expected_place(path, position)
@@ -94,10 +95,10 @@ def test_one_flipped_bit_is_found_in_every_class_of_file(run_dir: Path) -> None:
 
 
 def test_a_flipped_bit_stops_a_load_and_is_named(run_dir: Path, tmp_path: Path) -> None:
-    path = run_dir / "checkpoints/step_00000003/unit_00002.safetensors"
+    path = run_dir / "checkpoints/step_00000003/unit-00003.states"
     info = TensorFile(path).tensors["blocks.1.up.v_q"]
     flip_bit(path, info.start_bytes + 5, 3)
-    with pytest.warns(RuntimeWarning, match=r"step_00000003.*unit_00002.safetensors: tensor 'blocks.1.up.v_q'"):
+    with pytest.warns(RuntimeWarning, match=r"step_00000003.*unit-00003.states: tensor 'blocks.1.up.v_q'"):
         state = resume_state(make_step("streamed", tmp_path), run_dir, meta=META)
     flip_bit(path, info.start_bytes + 5, 3)
     assert state is not None
@@ -134,7 +135,7 @@ def test_a_changed_shard_of_a_model_stops_its_load(run_dir: Path) -> None:
 
 
 def test_files_that_are_gone_cut_or_strange_are_named(run_dir: Path) -> None:
-    path = run_dir / "checkpoints/step_00000002/unit_00001.safetensors"
+    path = run_dir / "checkpoints/step_00000002/unit-00002.states"
     content = path.read_bytes()
     for damage, text in ((content[:-1], f"{len(content) - 1} bytes, {len(content)} were written"), (None, "missing")):
         path.unlink()
@@ -142,7 +143,7 @@ def test_files_that_are_gone_cut_or_strange_are_named(run_dir: Path) -> None:
             path.write_bytes(damage)
         problems = verify_directory(run_dir).problems
         assert len(problems) == 1
-        assert "unit_00001.safetensors" in problems[0]
+        assert "unit-00002.states" in problems[0]
         assert text in problems[0]
     path.write_bytes(content)
     (path.parent / "notes.txt").write_text("mine")
@@ -169,11 +170,11 @@ def test_a_disk_that_cannot_read_is_an_error_that_names_the_tensor(
 
 def test_a_signal_ends_a_verification_without_reading_the_rest(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(run_dir / "checkpoints/step_00000003")
-    read: list[str | None] = []
+    read: list[tuple[str, ...]] = []
     real = store_checks.check_part
 
     def slow(part: store_checks.Part) -> str | None:
-        read.append(part.tensor)
+        read.append(part.tensors)
         time.sleep(0.01)
         return real(part)
 
