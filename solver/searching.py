@@ -13,7 +13,7 @@ from lazytrain.solver.vectors import Decisions
 
 NUM_BASELINES = 4  # that are climbed from
 HEATS = ((8, 200), (4, 400), (2, 1000), (1, 1500))  # so many searches go on, for so many evaluations each
-FIT_EVALUATIONS, TIDY_EVALUATIONS = 400, 600
+FIT_EVALUATIONS, TIDY_EVALUATIONS = 400, 2000
 CLIMB_SHARE, SEARCH_SHARE = 0.4, 0.9  # of the time that is left; the rest is for tidying
 
 
