@@ -8,9 +8,10 @@ anything. The parts sum to the step by construction.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lazytrain.lanes import COMPUTE, CPU, D2H, H2D, NVME_READ, NVME_WRITE
+from lazytrain.solver.traces import AnySpan as AnySpan
 
 # Who is to blame for a gap, in this order.
 BLAMED = ((NVME_READ, "nvme_ms"), (CPU, "cpu_update_ms"), (H2D, "h2d_ms"), (NVME_WRITE, "nvme_ms"), (D2H, "d2h_ms"))
@@ -30,30 +31,6 @@ class Work(NamedTuple):
 
     start_ms: float
     end_ms: float
-
-
-class AnySpan(Protocol):
-    """A span of the trace, or an event of the simulator."""
-
-    @property
-    def name(self) -> str:
-        """Return what was done."""
-
-    @property
-    def unit(self) -> str:
-        """Return for which unit."""
-
-    @property
-    def queue(self) -> str:
-        """Return where."""
-
-    @property
-    def start_ms(self) -> float:
-        """Return when it began."""
-
-    @property
-    def end_ms(self) -> float:
-        """Return when it ended."""
 
 
 class Account(NamedTuple):

@@ -36,10 +36,8 @@ from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
-from lazytrain.recipes.options import parse_size
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
-from lazytrain.recipes.traces import write_trace
 from lazytrain.slabs import resident_host_bytes
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
@@ -47,6 +45,8 @@ from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
+from lazytrain.solver.sizes import parse_size
+from lazytrain.solver.traces import write_spans
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
 from lazytrain.transformer import transformer_model
 
@@ -258,7 +258,7 @@ def describe(result: Measured) -> list[str]:
 def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result: Measured) -> None:
     label = Path(name).stem if name.endswith(".json") else name
     planned.plan.save(out / f"plan-{label}.json")
-    write_trace(out / f"trace-{label}.json", spans)
+    write_spans(out / f"trace-{label}.json", spans, title=f"{label}, measured")
     draw_step(
         out / f"step-{label}.png",
         simulate(planned.problem, planned.plan).timeline,

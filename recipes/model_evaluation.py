@@ -27,7 +27,7 @@ from lazytrain.recipes.chats import ChatTemplate, load_chat_template
 from lazytrain.recipes.evaluation import evaluate
 from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.metamathqa import choose_device
-from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_size, parse_whole
+from lazytrain.recipes.options import Options, add_evaluation, make_parser, parse_whole
 from lazytrain.recipes.preparation import Job, resolve_settings
 from lazytrain.recipes.prompts import PROMPTS, Prompt, get_prompt, load_tokenizer, read_special_tokens
 from lazytrain.recipes.rows import load_rows
@@ -35,6 +35,7 @@ from lazytrain.recipes.scoring import Score
 from lazytrain.recipes.splits import sample_rows
 from lazytrain.shards import ModelDir, check_params, open_model_dir
 from lazytrain.signals import GracefulStop
+from lazytrain.solver.sizes import parse_size
 from lazytrain.trainer import TrainState
 from lazytrain.transformer import transformer_model
 

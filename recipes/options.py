@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +9,7 @@ from pathlib import Path
 from lazytrain.errors import ConfigError
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.config_file import apply_config, find_config
-
-UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+from lazytrain.solver.sizes import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +59,6 @@ class Options:
     messages_field: str | None
     accumulate: int
     group_by_length: bool
-
-
-def parse_size(text: str) -> int:
-    """Return bytes of "24GiB", "500MB" or a plain number; raises argparse.ArgumentTypeError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 24GiB or 500MB")
-    size = int(float(match[1]) * UNITS[match[2].upper()])
-    if not 0 < size < 2**50:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size that a machine can have; write for example 24GiB")
-    return size
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_solve_times(time_limit_s: float, only: str | None) -> Iterator[Row]:
-    """Yield seconds and gap by the number of blocks, median and worst of the cases."""
+    """Yield seconds of one core and gap by the number of blocks, median and worst of the cases."""
     yield "blocks", "seconds, median (worst)", "of it baselines", "gap, median (worst)", "ended before the limit"
     yield ("---",) * 5
     for count in NUM_BLOCKS:
@@ -78,14 +78,14 @@ def list_solve_times(time_limit_s: float, only: str | None) -> Iterator[Row]:
             config = {**KNOWN_MODELS["qwen2.5-7b"], "num_hidden_layers": count}
             hardware = replace(PRESETS[machine], host_memory_bytes=ROOMY_HOST_BYTES)
             problem = _make(config, hardware, batch, 1)
-            start_s = time.perf_counter()
+            start_s = time.process_time()
             list_baselines(problem)
-            baseline_s.append(time.perf_counter() - start_s)
-            result = solve(problem, time_limit_s=time_limit_s)
+            baseline_s.append(time.process_time() - start_s)
+            result = solve(problem, time_limit_s=time_limit_s, clock=time.process_time)
             gap = result.statistics["gap"]
             seconds.append(result.statistics["seconds"])
             gaps.append(float("nan") if gap is None else gap)
-            ended += seconds[-1] - baseline_s[-1] < 0.95 * time_limit_s
+            ended += seconds[-1] < 0.98 * time_limit_s
             print(f"{count} blocks, {machine}: {seconds[-1]:.1f} s, gap {gaps[-1]:.2%}", file=sys.stderr, flush=True)
         yield (
             str(count),

@@ -1,7 +1,6 @@
 """Plan for a model and a machine that one need not have: `python -m lazytrain.solver --help`. Needs no torch."""
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,13 +25,11 @@ from lazytrain.solver.hardware import CPU_PRESET, PRESETS, load_hardware
 from lazytrain.solver.memory import GIB, account, find_shortage
 from lazytrain.solver.models import KNOWN_MODELS, load_shapes
 from lazytrain.solver.plan import Plan
-from lazytrain.solver.problem import MAX_BYTES, Hardware, Problem, check_number
+from lazytrain.solver.problem import Hardware, Problem, check_number
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import simulate
+from lazytrain.solver.sizes import parse_size
 from lazytrain.solver.traces import write_trace
-
-SIZE_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-SIZE_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,17 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename} can't be written: {error.strerror}", file=sys.stderr)
         return 2
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "24GiB", "500MB" or "1e9"; for argparse."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].upper() not in SIZE_UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 24GiB or 500MB")
-    size = float(match[1]) * SIZE_UNITS[match[2].upper()]
-    if not 1 <= size <= MAX_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size that a machine can have; write for example 24GiB")
-    return int(size)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

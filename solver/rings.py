@@ -185,3 +185,23 @@ def add_ring(
                 odd = add_odd(model, odd, user)
             model.add_at_least(first[-1], release[0] - period - (1.0 - odd) * (2 * horizon))
     return releases, release
+
+
+def add_some(model: LinearModel, users: Affine, most: int) -> Affine:
+    """Add a binary that is 1 where there is at least one user."""
+    if users.is_zero:
+        return Affine()
+    some = model.add_var(binary=True)
+    model.add_at_most(users - some * float(most))
+    return some
+
+
+def add_most(model: LinearModel, parts: Sequence[tuple[Affine, float]]) -> Affine:
+    """Add a variable that is at most the largest value that has a user: unlike `add_largest` it is held from above."""
+    parts = [(users, value) for users, value in parts if not users.is_zero]
+    if not parts:
+        return Affine()
+    most = model.add_var(upper=max(value for _, value in parts))
+    for limit in sorted({0.0, *(value for _, value in parts)})[:-1]:
+        model.add_at_most(most - total(users * (value - limit) for users, value in parts if value > limit), limit)
+    return most

@@ -87,7 +87,7 @@ class Search:
     def price_all(self, many: Sequence[Units], depth: int | None = None) -> list[Price]:
         """Return the prices of decisions, whether they fit or not."""
         before = self.evaluator.num_priced
-        prices = self.evaluator.price([(depth or self.depth, units) for units in many])
+        prices = self.evaluator.price([(depth or self.depth, units) for units in many]) if many else []
         self.left -= self.evaluator.num_priced - before
         return prices
 
@@ -214,7 +214,7 @@ class Search:
             known = [(units, changes, shape) for units, changes, shape in some if units is not None]
             fits = self.fit_all([units for units, _, _ in known])
             tried += [item for item, fit in zip(known, fits, strict=True) if fit]
-        tried = tried[:MAX_TRIALS]
+        tried = tried[:MAX_TRIALS] if not self.is_over else []
         prices = self.price_all([units for units, _, _ in tried])
         is_better = False
         order = sorted(range(len(tried)), key=lambda i: prices[i])

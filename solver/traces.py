@@ -1,13 +1,14 @@
-"""A predicted step as a trace for chrome://tracing or ui.perfetto.dev: one thread a queue, and the device's memory.
+"""A step, predicted or measured, as a trace for chrome://tracing or ui.perfetto.dev: one thread a queue.
 
 The trace event format: `X` is a complete event, `C` a counter, `M` a name; times in microseconds. 0 is when the norm of
 the step before is known. What is still under way then (stores of grads, loads for the next step) runs on past the end.
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lazytrain.solver.machine import COMPUTE, QUEUES
 from lazytrain.solver.memory import GIB, account
@@ -18,33 +19,70 @@ from lazytrain.solver.simulator import Simulation
 PID = 0
 
 
+class AnySpan(Protocol):
+    """An event of the simulator, or a span that a trainer measured."""
+
+    @property
+    def name(self) -> str:
+        """Return what was done."""
+
+    @property
+    def unit(self) -> str:
+        """Return for which unit."""
+
+    @property
+    def queue(self) -> str:
+        """Return where: one of `machine.QUEUES`."""
+
+    @property
+    def start_ms(self) -> float:
+        """Return when it began."""
+
+    @property
+    def end_ms(self) -> float:
+        """Return when it ended; infinite where that is not known, and then it is left out."""
+
+
 def write_trace(path: Path, problem: Problem, plan: Plan, simulation: Simulation) -> None:
-    """Write a simulation's steady step as JSON.
+    """Write a simulation's steady step as JSON, with what the device's memory holds.
 
     Raises:
         OSError: the file can't be written.
     """
     title = f"{problem.model} on {problem.hardware.name}, predicted: {simulation.step_ms:.1f} ms a step"
+    write_spans(path, simulation.timeline, title=title, counters=_count_memory(problem, plan, simulation))
+
+
+def write_spans(path: Path, spans: Iterable[AnySpan], *, title: str, counters: Iterable[dict[str, Any]] = ()) -> None:
+    """Write spans, predicted or measured, as JSON.
+
+    Args:
+        title: of the process in the trace.
+        counters: further events.
+
+    Raises:
+        OSError: the file can't be written.
+    """
     names = [{"ph": "M", "name": "process_name", "pid": PID, "args": {"name": title}}]
     names += [
         {"ph": "M", "name": name, "pid": PID, "tid": tid, "args": {key: value}}  # type: ignore[dict-item]
         for tid, queue in enumerate(QUEUES)
         for name, key, value in (("thread_name", "name", queue), ("thread_sort_index", "sort_index", tid))
     ]
-    spans = [
+    events = [
         {
             "ph": "X",
-            "name": event.name,
+            "name": span.name,
             "pid": PID,
-            "tid": QUEUES.index(event.queue),
-            "ts": _microseconds(event.start_ms),
-            "dur": _microseconds(event.end_ms - event.start_ms),
-            "args": {"unit": event.unit},
+            "tid": QUEUES.index(span.queue),
+            "ts": _microseconds(span.start_ms),
+            "dur": _microseconds(span.end_ms - span.start_ms),
+            "args": {"unit": span.unit},
         }
-        for event in simulation.timeline
-        if event.end_ms > event.start_ms
+        for span in spans
+        if span.start_ms < span.end_ms < math.inf
     ]
-    data = {"displayTimeUnit": "ms", "traceEvents": [*names, *spans, *_count_memory(problem, plan, simulation)]}
+    data = {"displayTimeUnit": "ms", "traceEvents": [*names, *events, *counters]}
     path.write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """The planner's command line, without torch."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from lazytrain.solver.costs import problem_from_config
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.hardware import PRESETS, load_hardware
 from lazytrain.solver.models import KNOWN_MODELS
+from lazytrain.solver.sizes import parse_size
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_TORCH = """
@@ -109,3 +111,16 @@ def test_largest_batch_and_gains_are_printed() -> None:
     assert gains is not None
     assert int(solved[1]) >= int(fixed[1]) > 0
     assert all(float(gain) <= 0 for gain in gains.groups())
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("24GiB", 24 << 30), ("500MB", 500_000_000), ("1e9", 10**9), (" 2 kb ", 2000)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "24 bananas", "0", "1e30", "1e999", "nan"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        parse_size(text)

@@ -27,6 +27,7 @@ from lazytrain.solver.toys import make_toy_problem
 
 AGREEMENT = 1e-6  # relative
 GIB = 1 << 30
+GENEROUS_S = 60.0  # so that limits of nodes and evaluations end a solve, whatever else this machine does
 # Few enough decisions that every plan can be tried.
 SMALL_SPACES = (
     {"allow_residuals": False, "allow_cpu_update": False},
@@ -140,7 +141,7 @@ def test_units_of_the_model_change_nothing(scale: Scale) -> None:
 def test_names_of_blocks_change_nothing() -> None:
     problem = make_toy_problem(5, num_blocks=4)
     renamed = replace(problem, blocks=tuple(replace(b, name=f"other.{9 - i}") for i, b in enumerate(problem.blocks)))
-    first, second = solve(problem).plan, solve(renamed).plan
+    first, second = (solve(either, time_limit_s=GENEROUS_S).plan for either in (problem, renamed))
     assert first is not None
     assert second is not None
     assert first.units == second.units
@@ -244,8 +245,9 @@ def test_simulation_accounts_for_every_queue() -> None:
 
 def test_a_problem_that_cannot_beat_its_rival_is_not_searched() -> None:
     problem = make_toy_problem(3, num_blocks=12)
-    searched = solve(problem, gap=0.0)
-    beaten = solve(problem, gap=0.0, rival_ms=searched.statistics["bound_ms"])
+    searched = solve(problem, gap=0.0, time_limit_s=GENEROUS_S)
+    rival_ms = 0.999 * searched.statistics["bound_ms"]
+    beaten = solve(problem, gap=0.0, rival_ms=rival_ms, time_limit_s=GENEROUS_S)
     assert beaten.plan is not None
     assert searched.statistics["num_evaluations"] > 1.5 * beaten.statistics["num_evaluations"]
     assert beaten.plan.predicted is not None

@@ -8,11 +8,11 @@ import pytest
 
 from lazytrain.solver.__main__ import main
 from lazytrain.solver.baselines import list_baselines
-from lazytrain.solver.machine import QUEUES
+from lazytrain.solver.machine import QUEUES, Event
 from lazytrain.solver.memory import GIB, account
 from lazytrain.solver.simulator import simulate
 from lazytrain.solver.toys import make_toy_problem
-from lazytrain.solver.traces import write_trace
+from lazytrain.solver.traces import write_spans, write_trace
 
 ROUNDING_US = 1e-3
 COMMAND = ("--model", "qwen2.5-0.5b", "--hardware", "h200", "--batch", "2", "--seq", "256", "--time-limit", "1")
@@ -46,6 +46,15 @@ def test_spans_of_a_queue_do_not_overlap(tmp_path: Path) -> None:
     for tid in {event["tid"] for event in spans}:
         row = sorted((event["ts"], event["ts"] + event["dur"]) for event in spans if event["tid"] == tid)
         assert all(end <= start + 2 * ROUNDING_US for (_, end), (start, _) in pairwise(row))
+
+
+def test_measured_spans_are_written_alike_and_those_without_an_end_are_left_out(tmp_path: Path) -> None:
+    spans = [Event("forward", "a", "compute", 1.0, 3.0), Event("load", "b", "h2d", 2.0, float("inf"))]
+    write_spans(tmp_path / "trace.json", spans, title="measured")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == list(QUEUES)
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["measured"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [("forward", 1000.0, 2000.0)]
 
 
 def test_command_writes_a_trace_or_says_in_a_line_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,126 @@
+"""The memory rows of the bound (see bounds.py): the device where most is kept, or most grads wait; host and NVMe."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lazytrain.solver.budget import AWAY
+from lazytrain.solver.draft import Draft, pick_lane
+from lazytrain.solver.linear import Affine, total
+from lazytrain.solver.memory import NUM_RING_BUFFERS, align, boundary_bytes, chunk_sum_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
+from lazytrain.solver.problem import UnitCost
+from lazytrain.solver.rings import add_largest, add_some
+
+
+class Group(NamedTuple):
+    """Units of equal costs, and their positions among all units."""
+
+    unit: UnitCost
+    members: tuple[int, ...]  # in units
+
+
+def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
+    """Add the device's needs at its fullest positions, and the sums of host and NVMe."""
+    problem, model, last, size = draft.problem, draft.model, len(kinds) - 1, draft.size
+    blocks = range(1, last)
+    units = [kind.unit for kind in kinds]
+    weights, states, grads = (
+        [size(align(getattr(unit, name))) for unit in units] for name in ("weight_bytes", "state_bytes", "grad_bytes")
+    )
+    resident = total(
+        pick_lane(draft, k, weights=DEVICE) * weights[k] + pick_lane(draft, k, states=DEVICE) * states[k]
+        for k in range(last + 1)
+    )
+    to_host = [pick_lane(draft, k, grads=HOST) for k in range(last + 1)]
+    away, kept, own = [], [], []  # own: is there such a block; what its forward, its backward needs
+    num = problem.num_microbatches  # one chunk is on its way at a time
+    for k in blocks:
+        choice = draft.choices[k]
+        bytes_of = {keep: size(residual_bytes(problem, units[k], keep.point)) for keep, _ in choice.keeps}
+        boundary = size(boundary_bytes(problem, units[k]))
+        moved = [(count, boundary / num) for place, count in choice.boundaries if place in AWAY]
+        moved += [(count, bytes_of[keep] / num) for keep, count in choice.keeps if keep.place in AWAY]
+        away += [add_some(model, count, len(kinds[k].members)) * num_bytes for count, num_bytes in moved]
+        leaving, most = choice.boundary(lambda place: float(place in AWAY)), len(kinds[k].members)
+        for keep, count in choice.keeps:
+            if keep.place in AWAY:
+                # More users than blocks: some block moves both.
+                both = add_some(model, leaving + count - float(most), most)
+                away.append(both * ((boundary + bytes_of[keep]) / num))
+            needs = size(units[k].points[keep.point].workspace_bytes)
+            residuals = bytes_of[keep] / (num if keep.place in AWAY else 1)
+            own.append((add_some(model, count, len(kinds[k].members)), residuals + needs, needs))
+        kept.append(choice.boundary(lambda place, b=boundary: b if place == DEVICE else 0.0))  # type: ignore[misc]
+        kept.append(choice.keep(lambda keep, b=bytes_of: b[keep] if keep.place == DEVICE else 0.0))  # type: ignore[misc]
+    offload = add_largest(model, away)
+    own_forward, own_backward = (add_largest(model, [some * sizes[i] for some, *sizes in own]) for i in (0, 1))
+    counts = [len(kind.members) for kind in kinds]
+    slots = _add_buffers(draft, [(draft.streamed[k], weights[k], counts[k]) for k in blocks], draft.prefetch_depth)
+    slots += add_largest(model, [draft.edges.embed * weights[0], draft.edges.head * weights[last]])
+    visits = []
+    for k in range(last + 1):
+        for place, num_bytes in ((DEVICE, states[k]), (HOST, states[k] + grads[k])):
+            visits.append((pick_lane(draft, k, states=AWAY, update=DEVICE, grads=place), num_bytes, counts[k]))
+    grad_buffer = add_largest(model, [add_some(model, to_host[k], counts[k]) * grads[k] for k in blocks])
+    always = resident + slots + _add_buffers(draft, visits, NUM_RING_BUFFERS) + NUM_RING_BUFFERS * offload
+    ring = NUM_RING_BUFFERS * grad_buffer
+    everything = total(kept)
+    waiting = [pick_lane(draft, k, grads=DEVICE) * grads[k] for k in range(last + 1)]
+    later = [waiting[k] - pick_lane(draft, k, weights=DEVICE, states=DEVICE) * grads[k] for k in range(last + 1)]
+    sums = [size(sum_bytes(unit) if k in (0, last) else chunk_sum_bytes(problem, unit)) for k, unit in enumerate(units)]
+    tied = size(sum_bytes(problem.embed)) if problem.tied else 0.0
+    work = [size(min(point.workspace_bytes for point in unit.points)) for unit in units]
+    flow = min(size((problem.num_microbatches + 1) * align(units[k].boundary_bytes)) for k in blocks)
+    inputs = [size(boundary_bytes(problem, unit)) for unit in units]
+    least_input, least_work = min(inputs[1:last]), min(work[1:last])
+    one_more = size(align(units[last].boundary_bytes))
+    positions = [
+        total(later) + work[0] + ring + to_host[0] * sums[0] + least_input,
+        total(later[1:]) + offload + 2 * min(inputs[1:]) + least_work,
+        everything + waiting[last] + offload + inputs[last] + one_more + work[last] + sums[last] + tied,
+        everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
+        total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
+        offload + 2 * min(inputs[1:]) + own_forward,
+        ring + flow + min(sums[1:last]) + own_backward,
+        total(waiting) + ring + least_input + work[0] + sums[0],
+    ]
+    host, nvme = _sum_far(draft, HOST), _sum_far(draft, NVME)
+    hardware = problem.hardware
+    for need in positions:
+        model.add_at_most(always + need, size(hardware.device_memory_bytes))
+        if problem.device_is_host:
+            model.add_at_most(always + need + host, size(hardware.host_memory_bytes))
+    model.add_at_most(host, size(hardware.host_memory_bytes))
+    if nvme.terms:
+        model.add_at_most(nvme, size(hardware.nvme_bytes))
+
+
+def _add_buffers(draft: Draft, users: Sequence[tuple[Affine, float, int]], depth: int) -> Affine:
+    """Add the size of min(depth, users) buffers, each of which holds the largest of its users (count, size, most)."""
+    users = [user for user in users if not user[0].is_zero]
+    there = [(add_some(draft.model, count, most), num_bytes) for count, num_bytes, most in users]
+    most = sum(user[2] for user in users)
+    parts = []
+    for m in range(min(depth, most)):
+        exists = draft.model.add_var(binary=True)
+        draft.model.add_at_most(total(user[0] for user in users) - exists * float(most - m), float(m))
+        parts.append(add_largest(draft.model, [(some + exists - 1.0) * num_bytes for some, num_bytes in there]))
+    return total(parts)
+
+
+def _sum_far(draft: Draft, tier: str) -> Affine:
+    """Return the bytes of weights, states, grads, boundaries and residuals in the host's memory or on NVMe."""
+    problem, parts = draft.problem, []
+    last = len(problem.units) - 1
+    for k, unit in enumerate(problem.units):
+        weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
+        parts += [pick_lane(draft, k, weights=tier) * weights, pick_lane(draft, k, states=tier) * states]
+        if tier == HOST:
+            parts.append(pick_lane(draft, k, weights=DEVICE, update=CPU) * weights)
+            parts.append(pick_lane(draft, k, grads=HOST) * draft.size(align(unit.grad_bytes)))
+        if 0 < k < last:
+            choice, size = draft.choices[k], draft.size(boundary_bytes(problem, unit))
+            parts.append(choice.boundary(lambda place, b=size: b if place == tier else 0.0))  # type: ignore[misc]
+            bytes_of = [draft.size(residual_bytes(problem, unit, point)) for point in range(len(unit.points))]
+            parts.append(choice.keep(lambda keep, b=bytes_of: b[keep.point] if keep.place == tier else 0.0))  # type: ignore[misc]
+    return total(parts)
