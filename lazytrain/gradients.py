@@ -14,7 +14,7 @@ from lazytrain.base import Params
 from lazytrain.homes import Homes, UnitHome
 from lazytrain.kernels.norm import add_into, square_sum_into
 from lazytrain.lanes import D2H, Lanes, Ticket
-from lazytrain.row_sums import sum_rows
+from lazytrain.row_sums import sum_rows_into
 
 NUM_GRAD_BUFFERS = 2
 FIRST_PIECE = 1 << 20
@@ -79,9 +79,12 @@ class GradientSink:
         return views
 
     def add_rows(self, home: UnitHome, rows: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """Make the grads of an embed that looked rows up, of all microbatches at once (see `sum_rows`)."""
-        (place,) = home.layout.places
-        self._sums[home.index] = sum_rows(rows, cotangents, place.shape, home.layout.dtype).view(-1)
+        """Make the grads of an embed that looked rows up, of all microbatches at once (see `sum_rows_into`)."""
+        layout = home.layout
+        (place,) = layout.places
+        make = torch.empty if layout.numel == place.numel else torch.zeros  # gaps between tensors are 0
+        flat = self._sums[home.index] = make(layout.numel, dtype=layout.dtype, device=self._lanes.device)
+        sum_rows_into(layout.views(flat)[place.name], rows, cotangents)
 
     def finish(self, home: UnitHome) -> None:
         """Round embed's or head's sum to the working dtype and take its squares, on the compute queue.

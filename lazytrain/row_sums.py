@@ -10,16 +10,16 @@ PIECE_BYTES = 256 << 20
 MIN_COLUMNS = 64
 
 
-def sum_rows(rows: Sequence[Tensor], cotangents: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the gradients of a matrix whose rows were looked up: summed in fp32, some columns at a time, rounded once.
+def sum_rows_into(grads_vd: Tensor, rows: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    """Write the gradients of a matrix whose rows were looked up: summed in fp32, some columns at a time, rounded once.
 
     Args:
+        grads_vd: written, whatever it held; its dtype is what is rounded to.
         rows: of each microbatch, which row each position took, in the cotangents' order.
-        cotangents: of each microbatch, (..., d). shape: (v, d) of the matrix. dtype: of what is returned.
+        cotangents: of each microbatch, (..., d).
     Memory: PIECE_BYTES, or 64 columns where they are larger, and as many columns of one cotangent in fp32.
     """
-    num_rows, width = shape
-    grads_vd = torch.empty(num_rows, width, dtype=dtype, device=cotangents[0].device)
+    num_rows, width = grads_vd.shape
     columns = max(MIN_COLUMNS, PIECE_BYTES // (4 * max(1, num_rows)) // MIN_COLUMNS * MIN_COLUMNS)
     for begin in range(0, width, columns):
         part_vc = grads_vd[:, begin : begin + columns]
@@ -27,7 +27,6 @@ def sum_rows(rows: Sequence[Tensor], cotangents: Sequence[Tensor], shape: Sequen
         for index, dx in zip(rows, cotangents, strict=True):
             add_rows_into(sums_vc, index.reshape(-1), dx.reshape(-1, width)[:, begin : begin + columns].float())
         part_vc.copy_(sums_vc)
-    return grads_vd
 
 
 def add_rows_into(sum_vd: Tensor, rows_n: Tensor, dx_nd: Tensor) -> None:
