@@ -34,7 +34,9 @@ from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import Planned, default_limits, default_microbatches
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
+from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(options, lambda line: print(line, flush=True))
     except (LazyTrainError, PlannerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe_error(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -95,7 +97,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory / total))
     config = load_shape(options.model)
     model = transformer_model(config)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_directory(options.out, "--out")
+    if options.spill_dir is not None:
+        make_directory(options.spill_dir, "--spill-dir")
     compile = device.type == "cuda" if options.compile is None else options.compile
     programs = ProgramCache(compile=compile, exact=options.exact, budgets=COMPILED_BUDGETS if compile else ())
     profiler = Profiler(
@@ -105,7 +109,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         device=device,
         dtype=torch.bfloat16,
         programs=programs,
-        limits=default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory),
+        limits=default_limits(
+            device, gpu_memory=options.gpu_memory, host_memory=options.host_memory, spill_dir=options.spill_dir
+        ),
         name=options.model,
         spill_dir=options.spill_dir,
         floor_s=options.floor,
@@ -269,7 +275,7 @@ def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="lazytrain bench", description=(__doc__ or "").split("\n\n")[0])
+    parser = OneLineParser(prog="lazytrain bench", description=(__doc__ or "").split("\n\n")[0])
     known: dict[str, Any] = {"help": f"a model directory, or one of: {', '.join(KNOWN_MODELS)}"}
     parser.add_argument("--model", required=True, **known)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")

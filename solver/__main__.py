@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m lazytrain.solver", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lazytrain plan", description=__doc__)
     known = ", ".join(KNOWN_MODELS)
     parser.add_argument("--model", required=True, help=f"a config.json, a directory with one, or one of: {known}")
     parser.add_argument("--hardware", required=True, help=f"a JSON file, or one of: {', '.join(PRESETS)}")

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lazytrain.solver.baselines import Baseline
 from lazytrain.solver.capacity import LargestBatch
-from lazytrain.solver.memory import GIB, account
+from lazytrain.solver.memory import account
 from lazytrain.solver.plan import Plan, UnitPlan, find_runs
 from lazytrain.solver.problem import Problem, UnitCost
 from lazytrain.solver.simulator import Simulation, simulate
+from lazytrain.solver.sizes import format_size
 
 COLUMNS = ("unit", "weights", "states", "update", "grads", "keeps", "residuals", "boundary")
 NUM_FULLEST = 3
@@ -67,7 +68,7 @@ def format_load(problem: Problem, plan: Plan, simulation: Simulation) -> str:
     shares = [(ms / simulation.step_ms, queue) for queue, ms in simulation.busy_ms.items() if ms]
     busy = ", ".join(f"{queue} {share:.0%}" for share, queue in sorted(shares, reverse=True))
     fullest = sorted(account(problem, plan).device, key=lambda item: -item[1])[:NUM_FULLEST]
-    places = ", ".join(f"{name} {_size(num_bytes)}" for name, num_bytes in fullest)
+    places = ", ".join(f"{name} {format_size(num_bytes)}" for name, num_bytes in fullest)
     return f"busy: {busy}\nfullest: {places}"
 
 
@@ -86,7 +87,7 @@ def _rows(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _row(name: str, cost: UnitCost, unit: UnitPlan) -> tuple[str, ...]:
     kept = cost.points[unit.residual_point].residual_bytes
-    keeps = f"{_size(kept)} a chunk" if unit.residual_point else "recompute"
+    keeps = f"{format_size(kept)} a chunk" if unit.residual_point else "recompute"
     return name, unit.weights, unit.states, unit.update, unit.grads, keeps, unit.residuals, unit.boundary
 
 
@@ -97,11 +98,7 @@ def _origin(plan: Plan) -> str:
 
 
 def _of(used: int, budget: int) -> str:
-    return f"{_size(used)} of {_size(budget)}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.1f} MiB"
+    return f"{format_size(used)} of {format_size(budget)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,6 +7,7 @@ from lazytrain.solver.choices import list_boundaries, list_lanes, make_unit_plan
 from lazytrain.solver.memory import GIB, Accountant, find_shortage
 from lazytrain.solver.plan import DEVICE, Plan, make_plan
 from lazytrain.solver.problem import Problem
+from lazytrain.solver.sizes import format_size
 
 
 def explain_infeasible(problem: Problem) -> str:
@@ -16,8 +17,8 @@ def explain_infeasible(problem: Problem) -> str:
         return "the leanest plan fits; only the search failed. Raise the time limit."
     needs = ", ".join(f"{_need(num_bytes)} more {_name(tier)} memory" for tier, num_bytes in sorted(missing.items()))
     hardware = problem.hardware
-    have = f"device {hardware.device_memory_bytes / GIB:.2f} GiB, host {hardware.host_memory_bytes / GIB:.2f} GiB"
-    have += f", NVMe {hardware.nvme_bytes / GIB:.2f} GiB" if problem.allow_nvme else ", NVMe not allowed"
+    have = f"device {format_size(hardware.device_memory_bytes)}, host {format_size(hardware.host_memory_bytes)}"
+    have += f", NVMe {format_size(hardware.nvme_bytes)}" if problem.allow_nvme else ", NVMe not allowed"
     remedies = [f"give {needs}"]
     if not problem.allow_nvme:
         remedies.append("allow NVMe (name a spill directory)")
