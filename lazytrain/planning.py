@@ -23,6 +23,7 @@ CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
+PLAN_SECONDS = 5.0  # more finds plans that are a percent or two faster, where steps are many
 
 
 class Planned(NamedTuple):
@@ -85,12 +86,16 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
     return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
 
 
-def solve_problem(*problems: Problem | None) -> Planned | None:
-    """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any."""
+def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
+    """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any.
+
+    Args:
+        time_limit_s: for each problem.
+    """
     best: Planned | None = None
     best_ms = math.inf
     for problem in problems:
-        result = solve(problem, rival_ms=best_ms) if problem is not None else None
+        result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms) if problem is not None else None
         if problem is None or result is None or result.plan is None:
             continue
         step_ms = simulate_step_ms(problem, result.plan)
@@ -100,12 +105,17 @@ def solve_problem(*problems: Problem | None) -> Planned | None:
 
 
 def choose_plan(
-    profiler: Profiler, *, num_microbatches: int | None = None, report: Callable[[str], None] = lambda line: None
+    profiler: Profiler,
+    *,
+    num_microbatches: int | None = None,
+    time_limit_s: float = PLAN_SECONDS,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Planned:
     """Profile the model, solve for a plan, and cut the step in more microbatches as long as nothing fits.
 
     Args:
         num_microbatches: None = `default_microbatches`, doubled until a plan fits.
+        time_limit_s: of the solver, for each problem that it is given.
         report: called with one line per try.
 
     Raises:
@@ -115,7 +125,7 @@ def choose_plan(
     num_rows = count_rows(profiler.batch)
     while True:
         problem = profiler.problem(count, report)
-        planned = solve_problem(problem, problem.without_cpu_updates())
+        planned = solve_problem(problem, problem.without_cpu_updates(), time_limit_s=time_limit_s)
         if planned is not None:
             return planned
         if num_microbatches is not None or count >= num_rows:

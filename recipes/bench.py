@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     (options.out / "problem.json").write_text(json.dumps(problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in () if options.profile_only else options.plans.split(","):
-        chosen = choose_plan(name, problem)
+        chosen = choose_plan(name, problem, time_limit_s=options.plan_seconds)
         if chosen is None:
             say(f"{name}: {explain_infeasible(problem) if name == 'solved' else 'does not fit, left out'}")
             continue
@@ -282,6 +282,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, help="chunks a step is cut in (default: the planner's)")
     parser.add_argument("--plans", default="solved", help="comma-separated, see above (default: %(default)s)")
+    parser.add_argument("--plan-seconds", type=float, default=5.0, help="time for each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps measured (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=parse_size, help="hard limit of device memory, for example 24GiB")

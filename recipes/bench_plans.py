@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lazytrain.planning import Planned, solve_problem
+from lazytrain.planning import PLAN_SECONDS, Planned, solve_problem
 from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.plan import Plan
@@ -13,15 +13,21 @@ from lazytrain.solver.simulator import simulate, simulate_step_ms
 FIXED_INTERVAL = "fixed-interval-"
 
 
-def choose_plan(name: str, problem: Problem) -> Planned | None:
-    """Return the plan of that name for the profiled problem; None where it does not fit."""
+def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
+    """Return the plan of that name for the profiled problem; None where it does not fit.
+
+    Args:
+        time_limit_s: of the solver, for each problem that it is given.
+    """
     if name == "solved":
-        return solve_problem(problem, problem.without_cpu_updates())
+        return solve_problem(problem, problem.without_cpu_updates(), time_limit_s=time_limit_s)
     if name == "cpu-update":
-        return solve_problem(replace(problem, allow_cpu_update=True, allow_device_update=False))
+        forced = replace(problem, allow_cpu_update=True, allow_device_update=False)
+        return solve_problem(forced, time_limit_s=time_limit_s)
     if name == "device-update":
-        forced = problem.without_cpu_updates()
-        return solve_problem(forced or replace(problem, allow_cpu_update=False, allow_device_update=True))
+        quiet = problem.without_cpu_updates()
+        forced = quiet or replace(problem, allow_cpu_update=False, allow_device_update=True)
+        return solve_problem(forced, time_limit_s=time_limit_s)
     plans = [Plan.load(name)] if name.endswith(".json") else _list_plans(name, problem)
     found = [_predict(problem, plan, name) for plan in plans]
     return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)

@@ -252,7 +252,9 @@ def make_plan(
     if options.plan is not None:
         planned = plan_from_file(options.plan, profiler)
     else:
-        planned = choose_plan(profiler, num_microbatches=options.microbatches, report=say)
+        planned = choose_plan(
+            profiler, num_microbatches=options.microbatches, time_limit_s=options.plan_seconds, report=say
+        )
     say(f"profile and plan: {time.perf_counter() - start_s:.1f} s")
     return planned
 

@@ -45,6 +45,7 @@ class Options:
     host_memory: int | None
     spill_dir: Path | None
     plan: Path | None
+    plan_seconds: int
     plan_only: bool
     eval_limit: int | None
     eval_before: bool | None
@@ -214,6 +215,9 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host-memory", type=parse_size, help="host memory the plan may fill")
     group.add_argument("--spill-dir", type=Path, help="a directory on NVMe that the plan may use (default: no NVMe)")
     group.add_argument("--plan", type=Path, help="use this plan.json instead of solving for one")
+    group.add_argument(
+        "--plan-seconds", type=_positive, default=5, help="time for each search for a plan (default: %(default)s)"
+    )
     group.add_argument("--plan-only", action="store_true", help="profile, plan, write plan.json in --out and stop")
     group.add_argument(
         "--dry-run", action="store_true", help="profile, plan, print plan.json on standard output; write no file"

@@ -50,7 +50,7 @@ SCORED = frozenset({"eval_limit", "max_new_tokens"})
 FREE = frozenset(
     {
         *("out", "resume", "save_every", "print_config", "dry_run", "plan_only", "tensorboard", "wandb"),
-        *("device", "gpu_memory", "host_memory", "spill_dir", "plan", "fresh_profile"),
+        *("device", "gpu_memory", "host_memory", "spill_dir", "plan", "plan_seconds", "fresh_profile"),
         *("microbatches", "compile", "exact", "eval_before", "eval_batch_size"),
     }
 )
