@@ -54,6 +54,7 @@ OTHER: dict[str, Any] = {
     "plan": Path("plan.json"),
     "fresh_profile": True,
     "microbatches": 2,
+    "plan_seconds": 9,
     "compile": True,
     "exact": True,
     "eval_before": False,
