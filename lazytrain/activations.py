@@ -79,7 +79,7 @@ class Activations:
         """Copy tensors to host RAM or NVMe once `after` is due. The caller holds them until the result's ticket is.
 
         Args:
-            part, num_parts: the parts of one key come in order, and none is larger than the first.
+            part, num_parts: the parts of one key come in order; where none is larger than the first, they share a slab.
         """
         parcels, num_bytes = _pack(tensors)
         if part == 0:
@@ -91,10 +91,13 @@ class Activations:
             self._turn ^= 1
             slab = self._host_slab(staging, num_bytes)[:num_bytes]
         else:
-            staging, stride = key, self._stride[key]
-            assert num_bytes <= stride, f"part {part} of {key} is larger than the first"
-            offset = part * stride
-            slab = self._host_slab(key, num_parts * stride)[offset : offset + num_bytes]
+            stride = self._stride[key]
+            if num_bytes <= stride:
+                offset, room = part * stride, num_parts * stride
+            else:  # larger than the first: a slab of its own
+                key, room = f"{key}.{part}", num_bytes
+            staging = key
+            slab = self._host_slab(key, room)[offset : offset + num_bytes]
         with self._lanes.span(D2H, "offload", unit, [after]) as ticket:
             for parcel, tensor in zip(parcels, tensors):
                 if parcel.kept is None:

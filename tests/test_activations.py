@@ -74,3 +74,18 @@ def test_growing_buffers_are_waited_for_again() -> None:
     waits = [waits for name, _, waits in lanes.spans if name == "fetch"]
     assert len(made) == 2  # the third is smaller
     assert [any(w is ticket for w in wait) for wait, ticket in zip(waits, (made[0], made[1], made[1]))] == [True] * 3
+
+
+def test_parts_of_any_sizes_come_back() -> None:
+    """Also in the next step, whose first part may be smaller."""
+    activations, _ = make_activations()
+    for sizes in ((5000, 4000, 5000), (3000, 6000, 10)):
+        parts = [torch.randn(size) for size in sizes]
+        packs = [
+            activations.offload("0.residuals", [part], "host", "block", Ticket(), part=i, num_parts=len(parts))
+            for i, part in enumerate(parts)
+        ]
+        activations.reserve(max(pack.num_bytes for pack in packs))
+        for turn, (part, pack) in enumerate(zip(parts, packs)):
+            ((fetched,),), _ = activations.fetch([pack], turn, "block", None)
+            assert torch.equal(fetched, part)
