@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     programs = ProgramCache(compile=compile, exact=options.exact, budgets=COMPILED_BUDGETS if compile else ())
     profiler = Profiler(
         model=model,
-        settings=adamw8bit(1e-5).settings,
+        settings=adamw8bit(1e-5, master_bits=options.master_bits).settings,
         batch=random_batch(config, options.batch, options.seq, seed=0),
         device=device,
         dtype=torch.bfloat16,
@@ -160,7 +160,7 @@ def _measure(
 ) -> Measured:
     step = make_train_step(
         model,
-        adamw8bit(1e-5),
+        adamw8bit(1e-5, master_bits=options.master_bits),
         planned.plan,
         device=device,
         dtype=torch.bfloat16,
@@ -290,6 +290,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spill-dir", type=Path, help="a directory on NVMe that the plan may use")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--master-bits", type=int, choices=(24, 32), default=32, help="default: %(default)s")
     parser.add_argument("--exact", action="store_true", help="the same bits under any plan also when compiled")
     parser.add_argument("--kernels", action="store_true", help="profile two more steps kernel by kernel")
     parser.add_argument("--floor", type=float, default=0.3, help="seconds per measurement of the profile")
