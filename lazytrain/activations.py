@@ -91,7 +91,7 @@ class Activations:
             self._turn ^= 1
             slab = self._host_slab(staging, num_bytes)[:num_bytes]
         else:
-            stride = self._stride[key]
+            stride = self._stride.get(key, 0)
             if num_bytes <= stride:
                 offset, room = part * stride, num_parts * stride
             else:  # larger than the first: a slab of its own

@@ -126,7 +126,12 @@ class Arrivals:
             with self._lanes.span(H2D, f"load {name}", home.unit.name, after) as arrival.ticket:
                 self._lanes.copy_into(target, source, H2D)
             after = []
-        self._copied[f"slot {slot}"] = self._copied[f"buffer {arrival.buffer}"] = arrival.ticket
+        # Of what was copied alone: NVMe is read into the staging behind a slot once its last copy has ended.
+        moved = {name for _, _, name in copies}
+        if "weights" in moved:
+            self._copied[f"slot {slot}"] = arrival.ticket
+        if "states" in moved:
+            self._copied[f"buffer {arrival.buffer}"] = arrival.ticket
         return arrival
 
     def update_in_place(self, pending: PendingUpdate, coef: Tensor) -> None:

@@ -25,6 +25,9 @@ from lazytrain.spill import SpillStore
 from lazytrain.sweep import Sweep
 from lazytrain.updates import PendingUpdate, start_cpu_updates
 
+# In place of the step whose state is live: an exception left a step in its middle, with some of its update done.
+INTERRUPTED = -1
+
 
 class Engine:
     """Executes steps of one model under one plan. Mutable; the public functions of `trainer` guard it."""
@@ -95,6 +98,7 @@ class Engine:
             sink.begin_step(len(batches))
             pending, ahead = self._pending, self._ahead
             self._pending = self._ahead = None
+            self.live_step = INTERRUPTED  # until the step is whole
             xs, stash = self.sweep.forward(batches, contexts, pending, ahead, sink.room_for_forward)
             loss_sum, cotangents = self.sweep.loss(xs, batches, 1.0 / num_targets, sink)
             self.sweep.backward(cotangents, batches, contexts, stash, sink)
@@ -105,7 +109,8 @@ class Engine:
             read = self.lanes.start_reading(numbers)
             self.arrivals.update_in_place(following, clip.coef)
             # While the device works on, the host looks at the step before.
-            account = None if was_interrupted else account_step(*self.lanes.read_step())
+            step_ms, spans = self.lanes.read_step()
+            account = account_step(step_ms, spans) if math.isfinite(step_ms) and not was_interrupted else None
             # The one host synchronisation of a step.
             *squares, loss, grad_norm, coef = read()
         self.lanes.end_step()
@@ -115,6 +120,7 @@ class Engine:
             following.cancel()
             sink.drop()
             if self.settings.error_if_nonfinite:
+                self.live_step = step
                 raise NonFiniteError(
                     f"step {step}: the gradient norm is {grad_norm}; first in {bad_unit}. "
                     "Lower the learning rate or look at this batch."

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -119,21 +120,22 @@ def _measure_mix(
                 stream.synchronize()
                 counts[direction] += 2
 
-    threads = [threading.Thread(target=copy_on, args=(i,), name="link load") for i in range(2)]
     if update is not None:
         update()
-    start_s, updates = time.perf_counter(), 0
-    for thread in threads:
-        thread.start()
-    while time.perf_counter() - start_s < MIX_S:
-        if update is None:
-            time.sleep(MIX_S / 20)
-        else:
-            update()
-            updates += 1
-    stopped.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2, thread_name_prefix="link load") as pool:
+        start_s, updates = time.perf_counter(), 0
+        copying = [pool.submit(copy_on, direction) for direction in range(2)]
+        try:
+            while time.perf_counter() - start_s < MIX_S:
+                if update is None:
+                    time.sleep(MIX_S / 20)
+                else:
+                    update()
+                    updates += 1
+        finally:
+            stopped.set()
+        for future in copying:
+            future.result()
     elapsed_s = time.perf_counter() - start_s
     size = host.numel() * host.element_size()
     inward, outward = (count * size / elapsed_s / 1e9 for count in counts)

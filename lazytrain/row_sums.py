@@ -17,10 +17,12 @@ def sum_rows_into(grads_vd: Tensor, rows: Sequence[Tensor], cotangents: Sequence
         grads_vd: written, whatever it held; its dtype is what is rounded to.
         rows: of each microbatch, which row each position took, in the cotangents' order.
         cotangents: of each microbatch, (..., d).
-    Memory: PIECE_BYTES, or 64 columns where they are larger, and as many columns of one cotangent in fp32.
+    Memory: PIECE_BYTES, or 64 columns where they are larger, but at most half of the columns; and as many columns of
+        one cotangent in fp32. With 16-bit gradients this is no more than the dense fp32 sum.
     """
     num_rows, width = grads_vd.shape
     columns = max(MIN_COLUMNS, PIECE_BYTES // (4 * max(1, num_rows)) // MIN_COLUMNS * MIN_COLUMNS)
+    columns = max(1, min(columns, width // 2))
     for begin in range(0, width, columns):
         part_vc = grads_vd[:, begin : begin + columns]
         sums_vc = torch.zeros(part_vc.shape, dtype=torch.float32, device=grads_vd.device)

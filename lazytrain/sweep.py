@@ -130,7 +130,7 @@ class Sweep:
         for position, visit in enumerate(visits):
             arrival, fetched, ready, turn = prefetch.take(position)
             if visit.is_again:
-                done = self._forward_again(visit.piece.block, arrival, contexts, stash)
+                done = self._forward_again(visit.piece.block, arrival, contexts, stash, sink)
             else:
                 done = self._backward_piece(visit, arrival, fetched, ready, cotangents, contexts, stash, sink)
             if visit.is_last:
@@ -172,10 +172,13 @@ class Sweep:
             del x_btd, kept
         return outputs, done
 
-    def _forward_again(self, i: int, arrival: Arrival, contexts: Sequence[Context], stash: Stash) -> Ticket:
+    def _forward_again(
+        self, i: int, arrival: Arrival, contexts: Sequence[Context], stash: Stash, sink: GradientSink
+    ) -> Ticket:
         """Compute the next block's inputs, which were not kept."""
         params = self._params(arrival)
-        with self.lanes.span(COMPUTE, "forward again", arrival.home.unit.name, [arrival.ticket]) as done:
+        after = [arrival.ticket, *sink.room_for(arrival.home), *stash.take_all()]
+        with self.lanes.span(COMPUTE, "forward again", arrival.home.unit.name, after) as done:
             for c, (ctx, program) in enumerate(zip(contexts, stash.programs[i])):
                 y_btd = program.forward_keep(0, params, stash.boundary(Piece(i, c)), ctx)[0]
                 stash.put_boundary(Piece(i + 1, c), y_btd)
@@ -198,7 +201,7 @@ class Sweep:
             x_btd, residuals = stash.take(visit.piece, fetched)
             program = stash.programs[i][c]
             # The list is emptied by the program, so that each residual is freed at its last use.
-            point = self._point(home, stash.programs[i][0])
+            point = self._point(home, program)
             flat, cotangents[c] = program.backward(point, params, x_btd, contexts[c], residuals, cotangents[c])
             sink.add(home, flat)
             del flat, x_btd, fetched
@@ -232,11 +235,12 @@ class Sweep:
         blocks = self.homes.units[1:-1]
         turns_of = stash.fetch_turns([visit.piece for visit in visits if not visit.is_again])
         turns = [None if visit.is_again else turns_of.get(visit.piece) for visit in visits]
-        buffers = [buffer_of_turn(turn) for turn in turns]
         jobs, users = [], dict[int, int]()  # slot -> the position of its last user's last visit
+        readers: dict[int | None, int] = {}  # the same of fetch buffers
         for position, (visit, turn) in enumerate(zip(visits, turns)):
-            slot = self.arrivals.slot_of(blocks[visit.piece.block])
-            needs = last_user(buffers, position)
+            slot, buffer = self.arrivals.slot_of(blocks[visit.piece.block]), buffer_of_turn(turn)
+            needs = -1 if buffer is None else readers.get(buffer, -1)
+            readers[buffer] = position
             if slot is not None and visit.piece.microbatch == 0:
                 needs = max(needs, users.get(slot, -1))
             if slot is not None:

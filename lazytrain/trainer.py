@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Batch, Model, Params, StepMetrics, Unit
-from lazytrain.engine import Engine
+from lazytrain.engine import INTERRUPTED, Engine
 from lazytrain.errors import ConfigError, PlanError, StateConsumedError
 from lazytrain.homes import FillUnit, TensorSource, UnitHome
 from lazytrain.optimizer import Optimizer, init_unit_into
@@ -254,6 +254,11 @@ def claim(engine: Engine, step: int) -> Engine:
 
 def live_engine(state: TrainState) -> Engine:
     """Return the machinery behind a state; raises StateConsumedError for one that a step has consumed."""
+    if state.engine.live_step == INTERRUPTED:
+        raise StateConsumedError(
+            f"an exception interrupted step {state.step}, so that its update may be half done. "
+            "Go on from a checkpoint, or init anew."
+        )
     if state.engine.live_step != state.step:
         raise StateConsumedError(
             f"the state of step {state.step} was consumed by a step (the live one is {state.engine.live_step}). "

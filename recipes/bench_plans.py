@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from lazytrain.errors import ConfigError
 from lazytrain.planning import PLAN_SECONDS, Planned, solve_problem
-from lazytrain.solver.baselines import list_baselines
+from lazytrain.solver.baselines import list_baselines, list_fitting_strategies
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result
@@ -11,6 +12,7 @@ from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate, simulate_step_ms
 
 FIXED_INTERVAL = "fixed-interval-"
+OTHER_HEURISTICS = ("fill", "random_grid", "greedy")
 
 
 def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
@@ -28,6 +30,10 @@ def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECON
         quiet = problem.without_cpu_updates()
         forced = quiet or replace(problem, allow_cpu_update=False, allow_device_update=True)
         return solve_problem(forced, time_limit_s=time_limit_s)
+    heuristics = {*list_fitting_strategies(problem, every=True), *OTHER_HEURISTICS}
+    if not (name.endswith(".json") or name in heuristics or _interval(name)):
+        known = ", ".join(["solved", "cpu-update", "device-update", f"{FIXED_INTERVAL}N", *sorted(heuristics)])
+        raise ConfigError(f"--plans: {name!r} is no plan. Name a plan.json, or of these: {known}.")
     plans = [Plan.load(name)] if name.endswith(".json") else _list_plans(name, problem)
     found = [_predict(problem, plan, name) for plan in plans]
     return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
@@ -37,8 +43,9 @@ def _list_plans(name: str, problem: Problem) -> list[Plan]:
     """Return the heuristic's best plan, and its best without updates on the CPU, where copies are faster."""
     found = []
     for variant in (problem, problem.without_cpu_updates()):
-        if variant is not None and name.startswith(FIXED_INTERVAL) and name.removeprefix(FIXED_INTERVAL).isdecimal():
-            found.append(make_fixed_interval_plan(variant, max(1, int(name.removeprefix(FIXED_INTERVAL)))))
+        interval = _interval(name)
+        if variant is not None and interval:
+            found.append(make_fixed_interval_plan(variant, interval))
         elif variant is not None:
             found.append(next((baseline.plan for baseline in list_baselines(variant) if baseline.name == name), None))
     return [plan for plan in found if plan is not None]
@@ -51,3 +58,9 @@ def _predict(problem: Problem, plan: Plan, name: str) -> Planned:
     plan.validate(suited)
     plan = plan.with_prediction(simulate(suited, plan).predicted)
     return Planned(plan, suited, Result(plan=plan, code="feasible", message=f"{name}, as given", statistics={}))
+
+
+def _interval(name: str) -> int:
+    """Return N of "fixed-interval-N", or 0."""
+    number = name.removeprefix(FIXED_INTERVAL)
+    return int(number) if number != name and number.isdecimal() else 0

@@ -1,13 +1,19 @@
 """How units come to the device: no copy overtakes compute that may still use the memory it writes to."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 import torch
 from test_activations import RecordingLanes
-from toys import STREAMED, make_model, make_params, make_plan
+from toys import STREAMED, make_batch, make_model, make_params, make_plan
 
-from lazytrain import adamw8bit
+from lazytrain import adamw8bit, make_train_step
 from lazytrain.arrivals import Arrivals
 from lazytrain.homes import Homes, build_homes
-from lazytrain.lanes import Ticket, Worker
+from lazytrain.lanes import Lanes, Ticket, Worker
 from lazytrain.optimizer import init_unit_into
 from lazytrain.updates import PendingUpdate
 
@@ -58,3 +64,36 @@ def test_embed_and_head_wait_for_each_other_in_their_slot() -> None:
         assert any(wait is used for wait in waits)
         assert sent is not None
         assert any(wait is sent for wait in waits)
+
+
+def test_nvme_is_read_behind_a_slot_only_after_the_slots_last_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two microbatches a unit is brought twice, the second time without a copy."""
+    loads: list[Ticket] = []
+    waited: list[Ticket | None] = []
+    span, wait = Lanes.span, Arrivals._wait_for_copies
+
+    @contextmanager
+    def recorded(
+        self: Lanes, queue: str, name: str, unit: str, after: Iterable[Ticket | None] = ()
+    ) -> Iterator[Ticket]:
+        with span(self, queue, name, unit, after) as ticket:
+            if name.startswith("load"):
+                loads.append(ticket)
+            yield ticket
+
+    def waiting(self: Arrivals, key: str) -> None:
+        waited.append(self._copied.get(key))
+        wait(self, key)
+
+    monkeypatch.setattr(Lanes, "span", recorded)
+    monkeypatch.setattr(Arrivals, "_wait_for_copies", waiting)
+    plan = make_plan(default=replace(STREAMED, weights="nvme", states="nvme"), microbatches=2)
+    step = make_train_step(make_model(), adamw8bit(1e-3), plan, device="cpu", spill_dir=tmp_path)
+    state = step.init(make_params(make_model()))
+    for i in range(3):
+        state, _ = step(state, make_batch(i))
+    later = waited[8:]  # the first of each slot and buffer has nothing before it
+    assert len(later) > 10
+    assert all(any(ticket is load for load in loads) for ticket in later)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_problem
 
+from lazytrain.errors import ConfigError
 from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.plan import make_plan
@@ -42,8 +43,9 @@ def test_heuristics_are_known_by_name(problem: Problem) -> None:
         chosen = choose_plan(name, problem)
         assert chosen is not None
         chosen.plan.validate(chosen.problem)
-    assert choose_plan("fixed-interval-", problem) is None
-    assert choose_plan("unheard of", problem) is None
+    for name in ("fixed-interval-", "fixed-interval-0", "solvd"):
+        with pytest.raises(ConfigError, match=r"is no plan.*recompute_all"):
+            choose_plan(name, problem)
 
 
 def test_a_plan_for_another_model_is_refused(problem: Problem, tmp_path: Path) -> None:

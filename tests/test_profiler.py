@@ -1,5 +1,7 @@
 """What the profile hands to the planner: real sizes, times of this machine, the machine measured once."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from lazytrain import adamw8bit, links
 from lazytrain.planning import choose_plan, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
+from lazytrain.slabs import allocate_slab
 from lazytrain.timer import Timer
 
 GIB = 1 << 30
@@ -102,3 +105,19 @@ def test_median_time_is_that_of_one_call() -> None:
     x = torch.randn(256, 256)
     once, twice = timer.median_ms(lambda: x @ x), timer.median_ms(lambda: (x @ x, x @ x))
     assert 0 < once < twice
+
+
+@pytest.mark.gpu
+def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
+    device = torch.device("cuda")
+    host, back = (allocate_slab(8 << 20, pin=True, name=name) for name in ("there", "back"))
+    rates = links._measure_mix(device, host, back, lambda: time.sleep(0.01), 1000)
+    assert min(rates.h2d_gbs, rates.d2h_gbs, rates.updates_s) > 0
+    before = threading.active_count()
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        links._measure_mix(device, host, back, fail, 1000)
+    assert threading.active_count() == before

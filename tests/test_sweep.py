@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toys import FF, ON_CPU, RESIDENT, STREAMED, D, T, make_batch, make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, make_train_step
+from lazytrain.base import Context, Params
 from lazytrain.errors import PlanError
 from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.store_units import packed_bytes
@@ -205,3 +206,23 @@ def test_a_boundary_that_is_lost_is_refused(changes: dict[int, dict[str, object]
     plan = make_plan(change=lambda i, unit: replace(unit, **changes.get(i, {})))
     with pytest.raises(PlanError, match=reason):
         make_train_step(make_model(NUM_BLOCKS), adamw8bit(1e-3), plan, device="cpu")
+
+
+def test_each_microbatch_has_the_residual_points_of_its_own_shape(tmp_path: Path) -> None:
+    """One row takes an operation more here, so that its curve is longer."""
+    plain = make_model(NUM_BLOCKS)
+
+    def fn(params: Params, x_btd: torch.Tensor, ctx: Context) -> torch.Tensor:
+        y_btd = plain.blocks[0].fn(params, x_btd, ctx)
+        return torch.sigmoid(torch.tanh(y_btd) * y_btd) if len(x_btd) == 1 else y_btd
+
+    model = replace(plain, blocks=tuple(replace(unit, fn=fn) for unit in plain.blocks))
+    results = []
+    for default in (STREAMED, replace(STREAMED, **keep(99, "host")), replace(STREAMED, **keep(99, "device"))):
+        plan = make_plan(default=default, microbatches=2)
+        step = make_train_step(model, adamw8bit(1e-3), plan, device="cpu", spill_dir=tmp_path)
+        state = step.init(make_params(model))
+        for i in range(2):
+            state, metrics = step(state, make_batch(i, rows=3))
+        results.append((metrics.loss, metrics.grad_norm))
+    assert results[0] == results[1] == results[2]

@@ -204,6 +204,27 @@ def test_resident_units_are_updated_when_the_step_returns() -> None:
                 assert not torch.equal(value, before[home.unit.params[name].full_name])
 
 
+def test_a_step_that_was_interrupted_leaves_no_state_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some units are updated by then, others not."""
+    model = make_model()
+    plan = make_plan(change=lambda i, unit: RESIDENT if i % 2 else unit)
+    step = make_train_step(model, adamw8bit(1e-3), plan, device="cpu")
+    state = step.init(make_params(model))
+    for i in range(2):
+        state, _ = step(state, make_batch(i))
+
+    def interrupt(*parts: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lazytrain.engine.account_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, make_batch(2))
+    for use in (lambda: step(state, make_batch(2)), lambda: list(read_params(state))):
+        with pytest.raises(StateConsumedError, match="interrupted step 2"):
+            use()
+
+
 @pytest.mark.parametrize("plan", ["resident", "streamed"])
 def test_a_skipped_step_in_between_changes_nothing(plan: str, tmp_path: Path) -> None:
     """What was loaded for the skipped update is not used by the next one."""
