@@ -153,6 +153,7 @@ def test_a_resumed_run_inherits_the_room_of_the_checkpoints_that_are_there(tmp_p
     assert steps(tmp_path) == ["step_00000006", "step_00000008"]
     assert count_shared(run_dir, nvme, meta=META) == 0
     assert count_shared(run_dir, nvme, meta={"seed": 8}) == 2  # another run's will not be deleted
+    assert count_shared(run_dir, nvme, meta=META, resumes=False) == 2  # nor those of a run that starts anew
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
