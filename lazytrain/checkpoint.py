@@ -9,6 +9,7 @@
 A flipped bit is found by CRC-32 and named by file and tensor.
 """
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -105,8 +106,9 @@ def count_checkpoints(run_dir: Path, run: Any = None) -> int:
     """Return the number of checkpoints with an intact manifest.
 
     Args:
-        run: count only those whose meta has this as "run"; None = all.
+        run: count only those whose meta has this, as JSON makes it, as "run"; None = all.
     """
+    run = json.loads(json.dumps(run))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever reads them will name the broken ones
         return sum(run is None or found.meta.get("run") == run for found in find_checkpoints(run_dir))

@@ -208,39 +208,49 @@ def stage_directory(target: Path, keep_old: Path | None = None) -> Iterator[Path
     An older `target` stays whole until then and is removed after. On an error the staged directory is removed.
 
     Args:
-        keep_old: where to move an older `target` instead, beside it; nothing has that name yet.
+        keep_old: where to move an older `target` instead, beside it; nothing has that name yet. It never has another:
+            a kill leaves it there or in its place.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     stem = f".{target.name}"
     remove_stale_directories(target.parent, stem)
     staged, lock = make_locked_directory(target.parent, stem)
-    is_ours = True
     try:
         yield staged
         sync_directory(staged)
-        publish(staged, target)
-        if keep_old is not None:
-            is_ours = False
-            if staged.exists():
-                os.rename(staged, keep_old)
+        publish(staged, target, keep_old)
         sync_with_ancestors(target.parent)
     finally:
-        # After an exchange this name holds the old directory; after an error, the unfinished one.
-        if is_ours:
-            shutil.rmtree(staged, ignore_errors=True)
+        # After an exchange this name holds the old directory, if it isn't kept; after an error, the unfinished one.
+        shutil.rmtree(staged, ignore_errors=True)
         if lock is not None:
             os.close(lock)
 
 
-def publish(staged: Path, target: Path) -> None:
-    """Rename `staged` to `target`; an existing target changes places with it in one atomic call."""
-    if not target.exists():
+def publish(staged: Path, target: Path, keep_old: Path | None = None) -> None:
+    """Rename `staged` to `target`; an existing target changes places with it in one atomic call.
+
+    Args:
+        keep_old: the existing target gets this name instead, and at no moment another one.
+    """
+    if not os.path.lexists(target):
         os.rename(staged, target)
-    elif not _exchange(staged, target):
-        # No such call on this file system: for an instant `target` is absent and the old one has a hidden name.
-        aside = temporary_name(target.parent, f".{target.name}")
-        os.rename(target, aside)
+        return
+    if keep_old is not None:
+        os.rename(staged, keep_old)  # first, so that the exchange gives the old one this name
+    if _exchange(keep_old or staged, target):
+        return
+    # No such call on this file system: for an instant `target` is absent, and the old one has the name `aside`.
+    if keep_old is not None:
+        os.rename(keep_old, staged)
+    aside = keep_old or temporary_name(target.parent, f".{target.name}")
+    os.rename(target, aside)
+    try:
         os.rename(staged, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    if keep_old is None:
         os.rename(aside, staged)
 
 

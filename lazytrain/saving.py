@@ -4,7 +4,6 @@ A checkpoint is a model directory that other tools load (weights, index, config,
 `lazytrain.store_units` has the names.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +79,12 @@ def save_state(
 
 
 def count_shared(
-    run_dir: Path, spill_dir: Path, keep: int = NUM_KEPT, meta: Mapping[str, Any] | None = None
+    run_dir: Path,
+    spill_dir: Path,
+    keep: int = NUM_KEPT,
+    meta: Mapping[str, Any] | None = None,
+    *,
+    resumes: bool = True,
 ) -> int | None:
     """Return for how many checkpoints a trainer must take room on NVMe (`shared_checkpoints` of `make_train_step`).
 
@@ -88,6 +92,7 @@ def count_shared(
 
     Args:
         meta: what the run will give to `save_state`, which tells its checkpoints from those of others; None = all are.
+        resumes: whether the run goes on from the newest; one that starts anew deletes none of those that are there.
     Returns:
         0 to `keep`; None where the file systems of the two directories, which are made, can't share files.
     """
@@ -99,8 +104,7 @@ def count_shared(
             return None
     except OSError as error:
         raise CheckpointError(explain_os_error(error, "Trying the directories of the run", spill_dir)) from error
-    run = None if meta is None else json.loads(json.dumps(meta))
-    return max(0, keep - count_checkpoints(run_dir, run))
+    return max(0, keep - count_checkpoints(run_dir, meta)) if resumes else keep
 
 
 def _list_files(

@@ -4,7 +4,7 @@ Files are slots that are used again once nobody reads or maps them, so that afte
 the disk any more: a full disk is found at the start. The store is scratch: nothing in it outlives the process.
 
 A lasting blob starts behind room for a header, in a file of its exact size, so that a checkpoint may take the file as
-it is: `link` writes the header and gives the file a second name, and while it has that it is never written.
+it is: `link` writes the header and gives the file a second name, and from then on it is never written.
 
 Large blobs move by several threads, past the page cache where a measurement at the start found that faster. What was
 written is compared with its checksums as it is read.
@@ -176,7 +176,7 @@ class SpillStore:
             self.nvme_read_bytes += num_read
 
     def link(self, name: str, target: Path, head: bytes) -> tuple[int, ...] | None:
-        """Give a lasting blob's file a second name, durable but for the name; it is not written while it has that.
+        """Give a lasting blob's file a second name, durable but for the name; it is not written any more.
 
         Args:
             target: a new name. Whoever has the file under it must not write to it.
@@ -190,6 +190,7 @@ class SpillStore:
             assert slot.is_lasting
             assert len(head) == slot.head_bytes
             if slot.head != head:
+                assert not slot.was_linked
                 assert not slot.is_held
                 fd = os.open(slot.path, os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -199,7 +200,10 @@ class SpillStore:
                 finally:
                     os.close(fd)
                 slot.head = head
-            return slot.checksums if try_link(slot.path, target) else None
+            if not try_link(slot.path, target):
+                return None
+            slot.was_linked = True
+            return slot.checksums
 
     def map(self, name: str) -> Tensor:
         """Return a blob's current version as a mapped tensor, uint8 (n,); its file is not used again while that lives.

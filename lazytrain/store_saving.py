@@ -4,6 +4,7 @@ A checkpoint appears whole: it is written beside its place under a hidden name, 
 must be proven to be this run's own and as it was saved.
 """
 
+import functools
 import json
 import os
 import warnings
@@ -54,6 +55,7 @@ def save_checkpoint(
     """Save a checkpoint; older ones are deleted once it is durable and was read back, so that `keep` remain.
 
     Deleted is only what this run saved and nobody changed; all else stays, is named in a warning, and doesn't count.
+    So does a higher step, unless it is damaged: then it is deleted.
 
     Args:
         step: optimizer steps done; names the directory.
@@ -116,15 +118,17 @@ def _write_tensors(directory: Path, name: str, tensors: Producer | Mapping[str, 
 def _rotate(newest: Path, meta: Mapping[str, Any], keep: int, replaced: Path | None) -> None:
     """Delete what is too many, if it is proven to be this run's own and the newest is proven to be on the disk.
 
-    Steps above the newest's come last: a run that could have gone on from them would have.
+    A higher step is of a run that ended, and this one started anew; or the run could not go on from it. Damage tells.
 
     Args:
         replaced: where an older checkpoint of the same step is now, if there was one.
     """
     others = [path for path in step_directories(newest.parents[1]) if path != newest]
-    others.sort(key=lambda path: step_number(path) > step_number(newest))
     reasons = {path: _reason_to_keep(path, meta) for path in others}
-    doomed = [path for path, reason in reasons.items() if reason is None][keep - 1 :]
+    higher = [path for path in others if reasons[path] is None and step_number(path) > step_number(newest)]
+    damaged = [path for path in higher if not _is_whole(path, (path / MANIFEST).stat().st_mtime_ns)]
+    reasons |= {path: "its step is higher, and it is whole" for path in higher if path not in damaged}
+    doomed = damaged + [path for path in others if reasons[path] is None and path not in damaged][keep - 1 :]
     if replaced is not None and replaced.exists():
         doomed.append(replaced)
     if doomed:
@@ -144,6 +148,16 @@ def _rotate(newest: Path, meta: Mapping[str, Any], keep: int, replaced: Path | N
     for path, reason in reasons.items():
         if reason is not None and len(others) >= keep:
             warnings.warn(f"{path} is kept: {reason}.", RuntimeWarning, stacklevel=3)
+
+
+@functools.cache
+def _is_whole(path: Path, saved_ns: int) -> bool:
+    """Return whether a checkpoint's tensors are what was saved at this time; all of it is read, once in a process."""
+    try:
+        open_checkpoint(path).verify()
+    except CheckpointError:
+        return False
+    return True
 
 
 def _read_back(path: Path) -> list[str]:

@@ -4,7 +4,8 @@
     for all others       any size that fits without much waste
 
 A lasting blob's file that has a second name is never given out: the file system's count of its names decides, so that
-nobody need say when a checkpoint is gone, and a copy that a user made by links is as safe as a checkpoint.
+nobody need say when a checkpoint is gone, and a copy that a user made by links is as safe as a checkpoint. What a
+checkpoint had is not written after that either, as somebody may still read it: a new file takes its room.
 """
 
 import os
@@ -30,6 +31,7 @@ class Slot:
         head_bytes, head: room before the blob, and what was written there since the blob was.
         num_users: running reads and live mappings of the present content.
         is_current: its content is the newest version of a blob.
+        was_linked: a checkpoint has or had the file; it is never written again.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Slot:
     checksums: tuple[int, ...] = ()
     num_users: int = 0
     is_current: bool = False
+    was_linked: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -91,20 +94,24 @@ class SlotPool:
 
     def add(self, sizes_bytes: Iterable[int], *, is_lasting: bool = False) -> list[Slot]:
         """Make files of these sizes and return them; they are free."""
-        slots = [self._make(size, is_lasting) for size in sizes_bytes]
-        with self._lock:
-            self._free += slots
+        slots = []
+        for size in sizes_bytes:
+            slots.append(self._make(size, is_lasting))
+            self.give_back(slots[-1])
         return slots
 
     def restock(self, current: Sequence[Slot]) -> None:
         """Make what is missing for a new version of every lasting blob: some files are held, and others have gone.
 
+        First the room of those that checkpoints had and nobody holds any more goes to as many new ones.
+
         Args:
             current: the files of the blobs' present versions.
         """
+        self.add(self._drop_released(), is_lasting=True)
         wanted = count_slots((slot.capacity_bytes for slot in current if slot.is_lasting), 0)
         with self._lock:
-            free = [slot for slot in self._free if slot.is_lasting and not slot.is_held]
+            free = [slot for slot in self._free if slot.is_lasting and not (slot.was_linked or slot.is_held)]
         self.add((wanted - Counter(slot.capacity_bytes for slot in free)).elements(), is_lasting=True)
 
     def take(self, num_bytes: int, *, is_lasting: bool) -> Slot:
@@ -117,25 +124,42 @@ class SlotPool:
                 if slot.is_lasting == is_lasting and num_bytes <= slot.capacity_bytes <= limit_bytes
             ]
             for slot in sorted(fitting, key=lambda slot: slot.capacity_bytes):
-                if not (is_lasting and slot.is_held):
+                if not (is_lasting and (slot.was_linked or slot.is_held)):
                     self._free.remove(slot)
                     return slot
+        if is_lasting:
+            self._drop_released(num_bytes, at_most=1)
         try:
             return self._make(num_bytes, is_lasting)
         except MemoryBudgetError:
             # Files of other sizes may hold the room that is missing; those of lasting blobs will be needed themselves.
             with self._lock:
-                unused = [slot for slot in self._free if not slot.is_lasting]
-                self._free = [slot for slot in self._free if slot.is_lasting]
-                self._reserved_bytes -= sum(slot.capacity_bytes for slot in unused)
-            for slot in unused:
-                slot.path.unlink(missing_ok=True)
+                self._drop([slot for slot in self._free if not slot.is_lasting])
             return self._make(num_bytes, is_lasting)
 
     def give_back(self, slot: Slot) -> None:
         """Note that nobody needs the content of a file any more."""
         with self._lock:
             self._free.append(slot)
+
+    def _drop_released(self, num_bytes: int | None = None, at_most: int | None = None) -> list[int]:
+        """Delete files, of one size or all, that checkpoints had and nobody holds any more; return their sizes."""
+        with self._lock:
+            released = [
+                slot
+                for slot in self._free
+                if slot.was_linked and num_bytes in (None, slot.capacity_bytes) and not slot.is_held
+            ][:at_most]
+            self._drop(released)
+        return [slot.capacity_bytes for slot in released]
+
+    def _drop(self, slots: Sequence[Slot]) -> None:
+        """Delete free files; the caller holds the lock."""
+        for slot in slots:
+            slot.path.unlink(missing_ok=True)
+            self._free.remove(slot)
+            self._reserved_bytes -= slot.capacity_bytes
+            self._lasting_bytes -= slot.capacity_bytes * slot.is_lasting
 
     def _make(self, num_bytes: int, is_lasting: bool) -> Slot:
         with self._lock:

@@ -105,7 +105,8 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             return
         shared = None
         if options.spill_dir is not None:
-            shared = count_shared(options.out, options.spill_dir, meta=run_meta(options, job))
+            resumes = options.resume is not None
+            shared = count_shared(options.out, options.spill_dir, meta=run_meta(options, job), resumes=resumes)
         step = make_train_step(
             job.model,
             setup.optimizer,

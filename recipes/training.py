@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lazytrain.checkpoint import count_checkpoints
 from lazytrain.lanes import Span
 from lazytrain.progress import progress_bar
 from lazytrain.recipes.metrics import MetricsFile, count_skipped, describe_metrics
@@ -26,6 +27,11 @@ def start(options: Options, job: Job, step: TrainStep, say: Callable[[str], None
                 say(f"resumed at step {resumed.step} of {job.num_steps}")
                 return resumed
             say("no checkpoint to resume: starting from the model's weights")
+        elif num_left := count_checkpoints(options.out, run_meta(options, job)):
+            say(
+                f"starting anew: the checkpoints in {options.out} ({num_left}) are kept until this run comes to their "
+                "steps; --resume auto would go on from the newest"
+            )
         return step.init(job.model_dir.read, seed=options.seed, progress=lambda name: bar.advance())
 
 

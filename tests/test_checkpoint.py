@@ -44,12 +44,12 @@ def test_only_the_newest_are_kept(tmp_path):
         save(tmp_path, 30, keep=0)
 
 
-def test_a_new_checkpoint_of_a_lower_step_is_kept(tmp_path):
-    # A run resumed from an older checkpoint saves steps below the newest directory's.
+def test_a_new_checkpoint_of_a_lower_step_is_kept_and_so_is_a_whole_one_of_a_higher(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
-    save(tmp_path, 15, keep=1)
-    assert steps(tmp_path) == ["step_00000015"]
+    with pytest.warns(RuntimeWarning, match="step_00000020 is kept: its step is higher, and it is whole"):
+        save(tmp_path, 15, keep=1)
+    assert steps(tmp_path) == ["step_00000015", "step_00000020"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -8,6 +8,7 @@ import warnings
 import pytest
 from checkpoint_files import assert_whole, latest_without_warning, make_files, save, steps
 
+from lazytrain import durable
 from lazytrain.errors import CheckpointError
 from lazytrain.store_saving import save_checkpoint
 
@@ -120,6 +121,43 @@ def test_kill_while_replacing_a_step_leaves_it_valid(tmp_path, monkeypatch):
         kill = lambda: os.kill(os.getpid(), 9)  # noqa: E731
         assert run_killed(lambda: count_calls(lambda: save(run_dir, 2), monkeypatch, at, kill)) == -9  # noqa: B023
         assert_whole(latest_without_warning(run_dir))
+
+
+@pytest.mark.filterwarnings("ignore:.*kept as step_00000002.kept")
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "renames"])
+@pytest.mark.parametrize("fails", [False, True], ids=["killed", "failing"])
+def test_what_others_put_into_a_replaced_step_outlives_every_end(tmp_path, monkeypatch, exchanges, fails):
+    """A save is killed, or a call of it fails, and the next one cleans up: the notes are still there."""
+    if not exchanges:
+        monkeypatch.setattr(durable, "_exchange", lambda first, second: False)
+
+    def make(run_dir):
+        for step in (1, 2):
+            path = save(run_dir, step)
+        (path / "notes.txt").write_text("mine")
+        return run_dir
+
+    def end():
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.kill(os.getpid(), 9)
+
+    def save_again(run_dir, at):
+        try:
+            count_calls(lambda: save(run_dir, 2), monkeypatch, at, end)
+        except CheckpointError:
+            assert fails
+
+    num_calls = count_calls(lambda: save(make(tmp_path / "dry"), 2), monkeypatch)
+    assert num_calls > 20
+    for at in range(num_calls):
+        run_dir = make(tmp_path / f"run{at}")
+        run_killed(lambda: save_again(run_dir, at))  # noqa: B023
+        assert_whole(latest_without_warning(run_dir))
+        save(run_dir, 1)
+        notes = [path.read_text() for path in run_dir.glob("checkpoints/step_*/notes.txt")]
+        assert notes == ["mine"], (at, steps(run_dir))
+        shutil.rmtree(run_dir)
 
 
 def test_full_disk_names_need_and_room_and_leaves_no_trace(tmp_path):

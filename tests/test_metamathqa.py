@@ -102,6 +102,10 @@ def test_a_killed_run_resumes_with_the_same_bits(straight: tuple[Path, str, str]
     assert "resumed at step" in stdout
     assert read_rows(out) == read_rows(straight[0])
     assert read_weights(out) == read_weights(straight[0])
+    assert "starting anew" not in stdout
+    code, stdout, stderr = run(*SMALL, "--out", str(out))
+    assert code == 0, stderr
+    assert f"starting anew: the checkpoints in {out} (2) are kept until this run comes to their steps" in stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

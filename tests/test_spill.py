@@ -1,5 +1,6 @@
 import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -147,27 +148,46 @@ def test_a_linked_blob_is_a_file_of_its_exact_size_behind_its_header(tmp_path, d
     assert (tmp_path / "x").read_bytes() == HEAD + data.numpy().tobytes()
 
 
-def test_a_linked_file_is_never_taken_again_until_its_other_name_is_gone(store, tmp_path):
+def test_a_linked_file_is_never_written_again_and_a_new_one_takes_its_room(store, tmp_path):
+    """Neither while it has its other name nor after: whoever has it open or mapped reads what the checkpoint held."""
     store.reserve_lasting([4096 + 1000], 1)
-    held = []
     for value in range(6):
         store.write("a", blob(value), head_bytes=4096)
         if value in (1, 3):
             store.link("a", tmp_path / str(value), HEAD)
-            held.append((tmp_path / str(value)).stat().st_ino)
         store.restock()
-    assert [(tmp_path / str(value)).read_bytes()[4096:] for value in (1, 3)] == [bytes([v]) * 1000 for v in (1, 3)]
-    num_files = len(list(store.path.iterdir()))
-    (tmp_path / "1").unlink()
-    current = set()
-    for value in range(12):
-        store.write("a", blob(value), head_bytes=4096)
-        store.link("a", tmp_path / "now", HEAD)
-        current.add((tmp_path / "now").stat().st_ino)
-        (tmp_path / "now").unlink()
-    assert held[0] in current
-    assert held[1] not in current
+    num_files, reserved_bytes = len(list(store.path.iterdir())), store.reserved_bytes
+    assert reserved_bytes == num_files * 5096
+    with (tmp_path / "1").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        (tmp_path / "1").unlink()
+        for value in range(12):
+            store.write("a", blob(100 + value), head_bytes=4096)
+            store.link("a", tmp_path / "now", HEAD)
+            (tmp_path / "now").unlink()
+            if value % 3 == 0:
+                store.restock()
+        assert mapping[:] == HEAD + bytes([1]) * 1000
+    assert (tmp_path / "3").read_bytes() == HEAD + bytes([3]) * 1000
     assert len(list(store.path.iterdir())) == num_files
+    assert store.reserved_bytes == reserved_bytes
+    assert all(path.stat().st_blocks * 512 >= 5096 for path in store.path.iterdir())
+
+
+def test_a_restock_finds_the_room_of_a_deleted_checkpoint_taken_by_others(store, tmp_path, monkeypatch):
+    store.reserve_lasting([4096 + 1000], 1)
+    store.write("a", blob(1), head_bytes=4096)
+    store.link("a", tmp_path / "1", HEAD)
+    store.write("a", blob(2), head_bytes=4096)
+    (tmp_path / "1").unlink()
+    reserved_bytes = store.reserved_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(MemoryBudgetError, match="Taking 5096 bytes"):
+            store.restock()
+        for value in range(3, 9):  # what is left is enough to write on
+            store.write("a", blob(value), head_bytes=4096)
+    assert store.reserved_bytes == reserved_bytes - 5096
+    assert read(store, "a")[0] == 8
 
 
 def test_other_blobs_never_take_the_room_of_lasting_ones(store, monkeypatch):

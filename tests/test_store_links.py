@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -113,7 +114,7 @@ def test_a_held_file_is_never_written_and_the_room_is_that_of_the_start(
     assert store is not None
     own_bytes, shared_bytes = spill_room(step.model, step.plan, step.optimizer.settings, step.dtype, 2)
     assert store.reserved_bytes == own_bytes + shared_bytes
-    lasting = {path.name for path in store.path.iterdir()}
+    made = Counter(path.stat().st_size for path in store.path.iterdir())
     seen: dict[str, dict[str, str]] = {}
     for i in range(6):
         state, _ = step(state, make_batch(i))
@@ -121,11 +122,29 @@ def test_a_held_file_is_never_written_and_the_room_is_that_of_the_start(
         seen[path.name] = digests(path)
         for name in steps(tmp_path):
             assert digests(path.parent / name) == seen[name], (i, name)
-    new = [path for path in store.path.iterdir() if path.name not in lasting]
-    assert all(path.stat().st_nlink == 1 for path in new)  # activations: never linked
+    now = Counter(path.stat().st_size for path in store.path.iterdir())
+    linked = {path.stat().st_size for path in store.path.iterdir() if path.stat().st_nlink > 1}
+    assert linked
+    assert all(now[size] == made[size] for size in linked)  # as many as at the start; activations are never linked
     monkeypatch.setattr(os, "posix_fallocate", fail(errno.ENOSPC))
     for i in range(6, 9):  # no lasting blob takes room from the disk any more
         state, _ = step(state, make_batch(i))
+
+
+def test_who_reads_a_checkpoint_that_is_deleted_goes_on_reading_what_it_held(tmp_path: Path) -> None:
+    step, state = start(tmp_path)
+    path = save_state(state, tmp_path / "run", meta=META)
+    files = {file.name: file.open("rb") for file in path.iterdir()}
+    mapped = {name: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for name, file in files.items()}
+    expected = {name: bytes(mapping) for name, mapping in mapped.items()}
+    for i in range(5):
+        state, _ = step(state, make_batch(i))
+        save_state(state, tmp_path / "run", meta=META)
+    assert not path.exists()
+    for name, file in files.items():
+        assert file.read() == mapped[name][:] == expected[name], name
+        mapped[name].close()
+        file.close()
 
 
 def test_a_resumed_run_inherits_the_room_of_the_checkpoints_that_are_there(tmp_path: Path) -> None:
@@ -153,6 +172,7 @@ def test_a_resumed_run_inherits_the_room_of_the_checkpoints_that_are_there(tmp_p
     assert steps(tmp_path) == ["step_00000006", "step_00000008"]
     assert count_shared(run_dir, nvme, meta=META) == 0
     assert count_shared(run_dir, nvme, meta={"seed": 8}) == 2  # another run's will not be deleted
+    assert count_shared(run_dir, nvme, meta=META, resumes=False) == 2  # nor those of a run that starts anew
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])

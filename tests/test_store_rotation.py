@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import assert_whole, latest_without_warning, make_files, save, steps
 from store_runs import flip_bit
 
-from lazytrain.checkpoint import latest_valid, open_checkpoint
+from lazytrain.checkpoint import Checkpoint, latest_valid, open_checkpoint
 from lazytrain.errors import CheckpointError
 from lazytrain.store_saving import save_checkpoint
 
@@ -83,6 +83,31 @@ def test_steps_that_the_run_could_not_go_on_from_go_first(tmp_path: Path) -> Non
         assert latest_valid(tmp_path).step == 10
     save(tmp_path, 15)
     assert steps(tmp_path) == ["step_00000010", "step_00000015"]
+
+
+@pytest.mark.filterwarnings("ignore:.*its step is higher")
+def test_a_run_that_starts_anew_deletes_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """The same options and directory without --resume: what was there stays until its steps come again."""
+    for step in (800, 900, 1000):
+        save(tmp_path, step)
+    for step, kept in ((100, [100]), (200, [100, 200]), (300, [200, 300]), (850, [300, 850])):
+        save(tmp_path, step)
+        assert steps(tmp_path) == [f"step_{number:08d}" for number in (*kept, 900, 1000)]
+    for step in (900, 1000):
+        save(tmp_path, step)
+    assert steps(tmp_path) == ["step_00000900", "step_00001000"]
+    assert_whole(latest_without_warning(tmp_path))
+
+
+def test_a_whole_higher_step_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 9)
+    read: list[int] = []
+    real = Checkpoint.verify
+    monkeypatch.setattr(Checkpoint, "verify", lambda self: read.append(self.step) or real(self))
+    for step in (1, 2, 3):
+        with pytest.warns(RuntimeWarning, match="step_00000009 is kept"):
+            save(tmp_path, step, keep=1)
+    assert read == [9]
 
 
 def test_what_others_put_into_a_replaced_checkpoint_is_kept(tmp_path: Path) -> None:
