@@ -23,7 +23,14 @@ from lazytrain.slabs import allocate_slab
 from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.spill import SpillStore
 from lazytrain.store_slots import count_slots
-from lazytrain.store_units import packed_bytes, packed_weights, states_header, unpack_weights_into, weights_header
+from lazytrain.store_units import (
+    head_room,
+    packed_bytes,
+    packed_weights,
+    states_header,
+    unpack_weights_into,
+    weights_header,
+)
 from lazytrain.tensorwriter import FileRecord
 
 TensorSource = Callable[[str], Tensor]
@@ -143,6 +150,11 @@ def owned_params(model: Model, unit: Unit) -> dict[str, ParamSpec]:
     return {n: s for n, s in unit.params.items() if not (unit is model.head and n in model.tied)}
 
 
+def list_layouts(model: Model, settings: AdamWSettings, dtype: torch.dtype) -> list[UnitLayout]:
+    """Return the layout of every unit's own parameters, in forward order."""
+    return [settings.layout(owned_params(model, unit), dtype) for unit in model.units]
+
+
 def file_name(home: UnitHome, what: str) -> str:
     """Return the name under which a unit's slab is spilled."""
     return f"{home.index:04d}.{what}"
@@ -193,9 +205,10 @@ def blob_bytes(home: UnitHome, what: str) -> int:
 
 def _make_units(model: Model, plan: Plan, settings: AdamWSettings, dtype: torch.dtype) -> list[UnitHome]:
     units = []
-    for index, (unit, unit_plan) in enumerate(zip(model.units, plan.units, strict=True)):
-        layout = settings.layout(owned_params(model, unit), dtype)
-        headers = {"weights": weights_header(layout), "state": states_header(layout)}
+    layouts = list_layouts(model, settings, dtype)
+    room = head_room(layouts)
+    for index, (unit, unit_plan, layout) in enumerate(zip(model.units, plan.units, layouts, strict=True)):
+        headers = {"weights": weights_header(layout, room), "state": states_header(layout, room)}
         units.append(UnitHome(index=index, unit=unit, layout=layout, plan=unit_plan, headers=headers))
     return units
 

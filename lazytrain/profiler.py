@@ -14,13 +14,14 @@ import torch
 from lazytrain.base import Batch, Model, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
-from lazytrain.homes import owned_params
+from lazytrain.homes import list_layouts, owned_params
 from lazytrain.links import measure_machine
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.profile_cache import ProfileCache, describe_machine, describe_work, make_key
 from lazytrain.programs import ProgramCache
 from lazytrain.solver.problem import Hardware, Problem, UnitCost
 from lazytrain.solver.rates import update_traffic_bytes
+from lazytrain.store_units import head_room
 from lazytrain.timer import Timer
 from lazytrain.unit_costs import (
     end_params,
@@ -142,6 +143,7 @@ class Profiler:
             device_is_host=self.device.type == "cpu",
             tied=bool(model.tied),
             train_flops=6.0 * model.num_params * int(tokens),
+            file_head_bytes=head_room(list_layouts(model, self.settings, dtype)),
         )
 
     def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:

@@ -12,7 +12,7 @@ What the plan keeps on NVMe is a blob that becomes such a file by the header bef
 it: the weights end to end (a loader knows no padding), the state slab as it is, its gaps under names that nobody reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -55,14 +55,14 @@ def state_tensors(layout: UnitLayout, slab: Tensor) -> Iterator[tuple[str, Tenso
             yield f"{place.full_name}.{suffix}", view
 
 
-def weights_header(layout: UnitLayout) -> bytes:
-    """Return what stands before `packed_weights` in a file of weights: whole blocks of 4096 bytes."""
+def weights_header(layout: UnitLayout, multiple: int = BLOCK_BYTES) -> bytes:
+    """Return what stands before `packed_weights` in a file of weights: whole blocks of 4096 bytes, or of `multiple`."""
     specs = [TensorSpec(place.full_name, layout.dtype, place.shape) for place in layout.places]
-    return build_header(specs, METADATA, multiple=BLOCK_BYTES)[0]
+    return build_header(specs, METADATA, multiple=multiple)[0]
 
 
-def states_header(layout: UnitLayout) -> bytes:
-    """Return what stands before a state slab in a file of states: whole blocks of 4096 bytes."""
+def states_header(layout: UnitLayout, multiple: int = BLOCK_BYTES) -> bytes:
+    """Return what stands before a state slab in a file of states: whole blocks of 4096 bytes, or of `multiple`."""
     slab = torch.empty(layout.state_bytes, dtype=torch.uint8, device="meta")
     views = state_tensors(layout, slab)
     tensors = [(int(view.storage_offset()) * view.element_size(), name, view) for name, view in views]
@@ -74,7 +74,15 @@ def states_header(layout: UnitLayout) -> bytes:
         if name:
             specs.append(TensorSpec(name, view.dtype, tuple(map(int, view.shape))))
         position = start + view.numel() * view.element_size()
-    return build_header(specs, {}, multiple=BLOCK_BYTES)[0]
+    return build_header(specs, {}, multiple=multiple)[0]
+
+
+def head_room(layouts: Sequence[UnitLayout]) -> int:
+    """Return the size of the longest of the headers of these units.
+
+    Where all headers are as long, units of equal shapes have files of equal sizes, however long their names.
+    """
+    return max(len(header(layout)) for layout in layouts for header in (weights_header, states_header))
 
 
 def packed_bytes(layout: UnitLayout) -> int:

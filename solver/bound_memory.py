@@ -111,9 +111,9 @@ def _add_buffers(draft: Draft, users: Sequence[tuple[Affine, float, int]], depth
 def _sum_far(draft: Draft, tier: str) -> Affine:
     """Return the bytes of weights, states, grads, boundaries and residuals in the host's memory or on NVMe."""
     problem, parts = draft.problem, []
-    last = len(problem.units) - 1
+    last, head_bytes = len(problem.units) - 1, align(problem.file_head_bytes) * (tier == NVME)
     for k, unit in enumerate(problem.units):
-        weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
+        weights, states = (draft.size(align(size) + head_bytes) for size in (unit.weight_bytes, unit.state_bytes))
         parts += [pick_lane(draft, k, weights=tier) * weights, pick_lane(draft, k, states=tier) * states]
         if tier == HOST:
             parts.append(pick_lane(draft, k, weights=DEVICE, update=CPU) * weights)

@@ -192,7 +192,7 @@ def _nvme_staging(draft: Draft) -> Affine:
         )
 
     blocks = range(1, len(units) - 1)
-    spilled = [(_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,))) for u in blocks]
+    spilled = [_spill_files(draft, u) for u in blocks]
     return total(
         (
             largest("weight_bytes", weights=NVME) * draft.prefetch_depth,
@@ -209,9 +209,20 @@ def _nvme_staging(draft: Draft) -> Affine:
 def _nvme(draft: Draft) -> Affine:
     if not draft.problem.allow_nvme:
         return Affine()
-    files = []
+    head_bytes, blocks = align(draft.problem.file_head_bytes), range(1, len(draft.choices) - 1)
+    lasting: dict[tuple[str, str, int], list[Affine]] = {}  # those that share spare files
     for u, unit in enumerate(draft.problem.units):
-        files.append(pick_lane(draft, u, weights=NVME) * draft.size(align(unit.weight_bytes)))
-        files.append(pick_lane(draft, u, states=NVME) * draft.size(align(unit.state_bytes)))
-        files += [_boundary(draft, u, (NVME,)), _residuals(draft, u, (NVME,))] if 0 < u < len(draft.choices) - 1 else []
-    return total(files) + add_largest(draft.model, files) * NUM_WRITERS
+        for what, num_bytes in (("weights", unit.weight_bytes), ("states", unit.state_bytes)):
+            file_bytes = (head_bytes + align(num_bytes)) * (num_bytes > 0)
+            lives = pick_lane(draft, u, **{what: NVME}) * draft.size(file_bytes)
+            lasting.setdefault((unit.kind, what, file_bytes), []).append(lives)
+    spilled = [file for u in blocks for file in _spill_files(draft, u)]
+    spares = [add_largest(draft.model, files) for files in (*lasting.values(), spilled)]
+    files = [file for files in lasting.values() for file in files]
+    return total(files) + total(spilled) * draft.problem.num_microbatches + total(spares) * NUM_WRITERS
+
+
+def _spill_files(draft: Draft, u: int) -> tuple[Affine, Affine]:
+    """Return the sizes of a block's files of boundary and residuals on NVMe: one chunk's."""
+    part = 1 / draft.problem.num_microbatches
+    return _boundary(draft, u, (NVME,)) * part, _residuals(draft, u, (NVME,)) * part

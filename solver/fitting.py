@@ -1,5 +1,6 @@
 """The memory account of many plans at once: `memory.account`'s numbers (tests hold it to equality) in vectors."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from lazytrain.solver.plan import CPU, NVME, UnitPlan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.vectors import Decisions, Lookup
 
-NVME_FIELDS = ("nvme_weights", "nvme_states", "cpu_weights", "cpu_states", "largest_spill", "spilled")
+NVME_FIELDS = ("nvme_weights", "nvme_states", "cpu_weights", "cpu_states", "spill", "packs", "nvme")
 PART_FIELDS = (
     "resident",
     "slot",
@@ -47,6 +48,10 @@ class Fitter:
         tied = sum_bytes(problem.embed) if problem.tied else 0
         sizes = [align(unit.boundary_bytes) for unit in self._units]
         num, blocks = problem.num_microbatches, range(1, self._last)
+        self._sharing: tuple[dict[tuple[str, int], list[int]], ...] = (defaultdict(list), defaultdict(list))
+        for u, unit in enumerate(self._units):  # whose weights, and whose states, share spare files on NVMe
+            for users, size in zip(self._sharing, (unit.weight_bytes, unit.state_bytes), strict=True):
+                users[unit.kind, align(size)].append(u)
         work = problem.embed.points[0].workspace_bytes
         self._embed = np.array([inputs[1] + work, sums[0]])
         self._head = inputs[-1] + sizes[-1] + problem.head.points[0].workspace_bytes + sums[-1] + tied
@@ -103,15 +108,19 @@ class Fitter:
         values = [getattr(part, name) for name in PART_FIELDS]
         lives = align(unit.weight_bytes) * (plan.weights == NVME), align(unit.state_bytes) * (plan.states == NVME)
         on_cpu = [size * (plan.update == CPU) for size in lives]
-        return [*values, *lives, *on_cpu, max(spilled, default=0), sum(spilled)]
+        return [*values, *lives, *on_cpu, part.spill, sum(spilled) // problem.num_microbatches, part.nvme]
 
     def _sum_nvme(self, parts: dict[str, np.ndarray], depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of files on NVMe, two more of the largest included, and of staging buffers in the host."""
-        weights, states, largest, both = (parts[name] for name in NVME_FIELDS if not name.startswith("cpu"))
+        """Return the bytes of files on NVMe, those for new versions included, and of staging buffers in the host."""
+        weights, states, spill, packs, files = (parts[name] for name in NVME_FIELDS if not name.startswith("cpu"))
         on_cpu = parts["cpu_weights"], parts["cpu_states"]
-        files = np.concatenate((weights, states, largest)).max(axis=0)
-        num_bytes = (weights + states + both).sum(axis=0) + NUM_WRITERS * files
+        spare, head_bytes = spill.max(axis=0), align(self._problem.file_head_bytes)
+        for lives, sharing in zip((weights, states), self._sharing, strict=True):
+            for users in sharing.values():
+                largest = lives[users].max(axis=0)
+                spare = spare + largest + head_bytes * (largest > 0)
+        num_bytes = files.sum(axis=0) + NUM_WRITERS * spare
         on_device = (weights - on_cpu[0]).max(axis=0), (states - on_cpu[1]).max(axis=0)
         staging = depths * weights.max(axis=0) + on_cpu[0].max(axis=0) + on_cpu[1].max(axis=0)
-        staging += NUM_RING_BUFFERS * (on_device[0] + 2 * on_device[1] + largest.max(axis=0) + both.max(axis=0))
+        staging += NUM_RING_BUFFERS * (on_device[0] + 2 * on_device[1] + spill.max(axis=0) + packs.max(axis=0))
         return num_bytes, staging

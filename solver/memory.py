@@ -15,7 +15,8 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
                       + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace
     embed and head    + an fp32 sum of their grads
     host              weights, states, grads, offloaded things; staging buffers for what lives on NVMe
-    nvme              weights, states and spilled things, and two files more: a new version is another file
+    nvme              weights and states, each behind a head; spilled things, a file for each chunk
+                      + two files for new versions per size of weights, per size of states, of the largest spilled
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,10 +130,12 @@ class Accountant:
             parts.append(part)
         always = _device_always(plan, parts)
         device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan.units, parts))
-        host, nvme = sum(part.host for part in parts), [size for part in parts for size in part.nvme]
+        host, nvme = sum(part.host for part in parts), sum(part.nvme for part in parts)
         if nvme:
             host += _nvme_staging(self._problem, plan)
-        return Usage(device, host, sum(nvme) + NUM_WRITERS * max(nvme, default=0))
+            sizes = {file for part in parts for file in part.lasting}
+            nvme += NUM_WRITERS * (sum(file.num_bytes for file in sizes) + max(part.spill for part in parts))
+        return Usage(device, host, nvme)
 
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan fits in every tier."""
@@ -191,6 +194,14 @@ def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:
     return {tier: num_bytes for tier, num_bytes in missing.items() if num_bytes > 0}
 
 
+class LastingFile(NamedTuple):
+    """What a file on NVMe serves: "weights" or "states" of one kind of unit, of which any may use it, and no other."""
+
+    kind: str
+    what: str
+    num_bytes: int  # head included
+
+
 class Part(NamedTuple):
     """What one unit's decisions need, in bytes: in the rings or always, while something waits, far from the device."""
 
@@ -205,7 +216,9 @@ class Part(NamedTuple):
     residuals: int  # of all chunks, or of one where they leave
     workspace: int
     host: int
-    nvme: tuple[int, ...]
+    nvme: int
+    lasting: tuple[LastingFile, ...]  # weights and states among it
+    spill: int  # the largest file of boundary or residuals: one chunk's
 
 
 def work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> Part:
@@ -214,7 +227,12 @@ def work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> Part:
     weights, states, grads = align(unit.weight_bytes), align(unit.state_bytes), align(unit.grad_bytes)
     host = weights * (plan.weights == HOST or (plan.weights == DEVICE and plan.update == CPU))
     host += states * (plan.states == HOST) + grads * (plan.grads == HOST)
-    nvme = [weights] * (plan.weights == NVME) + [states] * (plan.states == NVME)
+    lasting = tuple(
+        LastingFile(unit.kind, what, align(problem.file_head_bytes) + num_bytes)
+        for what, num_bytes, place in (("weights", weights, plan.weights), ("states", states, plan.states))
+        if place == NVME and num_bytes
+    )
+    spilled = moved_bytes(problem, unit, plan, (NVME,))
     return Part(
         resident=weights * (plan.weights == DEVICE) + states * (plan.states == DEVICE),
         slot=weights if plan.is_streamed and unit.num_params else 0,
@@ -227,7 +245,9 @@ def work_out(problem: Problem, unit: UnitCost, plan: UnitPlan) -> Part:
         residuals=residual_bytes(problem, unit, plan.residual_point) // (num if plan.residuals in (HOST, NVME) else 1),
         workspace=unit.points[plan.residual_point].workspace_bytes,
         host=host + sum(moved_bytes(problem, unit, plan, (HOST,))),
-        nvme=(*nvme, *moved_bytes(problem, unit, plan, (NVME,))),
+        nvme=sum(file.num_bytes for file in lasting) + sum(spilled),
+        lasting=lasting,
+        spill=max(spilled, default=0) // num,
     )
 
 
@@ -251,13 +271,13 @@ def _nvme_staging(problem: Problem, plan: Plan) -> int:
 
     weights: Callable[[UnitCost], int] = lambda u: u.weight_bytes  # noqa: E731
     states: Callable[[UnitCost], int] = lambda u: u.state_bytes  # noqa: E731
-    packs = [moved_bytes(problem, u, p, (NVME,)) for u, p in pairs]
+    packs = [[size // problem.num_microbatches for size in moved_bytes(problem, u, p, (NVME,))] for u, p in pairs]
     return (
         plan.prefetch_depth * largest(weights, lambda p: p.weights == NVME)
         + largest(weights, lambda p: p.weights == NVME and p.update == CPU)
         + largest(states, lambda p: p.states == NVME and p.update == CPU)
         + NUM_RING_BUFFERS * largest(weights, lambda p: p.weights == NVME and p.update == DEVICE)
         + 2 * NUM_RING_BUFFERS * largest(states, lambda p: p.states == NVME and p.update == DEVICE)
-        + NUM_RING_BUFFERS * max(max(sizes, default=0) for sizes in packs)  # one is written at a time
-        + NUM_RING_BUFFERS * max(sum(sizes) for sizes in packs)  # a block's are read together
+        + NUM_RING_BUFFERS * max(max(sizes, default=0) for sizes in packs)  # one chunk's is written at a time
+        + NUM_RING_BUFFERS * max(sum(sizes) for sizes in packs)  # a block's are read together, one chunk's
     )

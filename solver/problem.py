@@ -186,6 +186,7 @@ class Problem:
         device_is_host: a run on the CPU: the "device" is a part of the host's RAM, so that `device_memory_bytes` is a
             limit inside `host_memory_bytes`; a copy is a memcpy; compute, copies and updates share the cores.
         train_flops: of one step by the usual count (6 per parameter and token, attention on top), 0 = unknown.
+        file_head_bytes: the room before weights or states in a file on NVMe; it grows with the tensors of a unit.
     """
 
     version: int = VERSION
@@ -206,6 +207,7 @@ class Problem:
     allow_streamed_head: bool = True
     tied: bool = False
     train_flops: float = 0.0
+    file_head_bytes: int = 16384
 
     @cached_property
     def units(self) -> tuple[UnitCost, ...]:
@@ -234,6 +236,7 @@ class Problem:
         check_number(self.num_microbatches, "num_microbatches", low=1, high=MAX_MICROBATCHES, integer=True)
         check_number(self.tokens_per_step, "tokens_per_step", low=1, high=1e12, integer=True)
         check_number(self.train_flops, "train_flops", low=0, high=1e24)
+        check_number(self.file_head_bytes, "file_head_bytes", low=0, high=MAX_BYTES, integer=True)
         if not self.prefetch_depths:
             raise PlannerError("prefetch_depths is empty; give at least one depth, for example 2")
         for depth in self.prefetch_depths:
