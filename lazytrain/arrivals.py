@@ -222,7 +222,7 @@ class Arrivals:
         if before is not None:
             before.result()
         num_bytes = source.numel() * source.element_size()
-        slab = self._homes.staging(key, num_bytes)
+        slab = self._homes.staging(key, what, num_bytes)
         with self._lanes.span(D2H, f"store {what}", home.unit.name, [done]) as out:
             self._lanes.copy_into(slab.view(source.dtype), source, D2H)
 

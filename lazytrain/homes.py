@@ -124,11 +124,19 @@ class Homes:
             return None
         return FileRecord(len(header) + blob_bytes(home, what), zlib.crc32(header), {}, checksums)
 
-    def staging(self, key: str, num_bytes: int) -> Tensor:
-        """Return a reusable pinned byte buffer named `key`, of at least `num_bytes`."""
+    def staging(self, key: str, what: str, num_bytes: int) -> Tensor:
+        """Return a reusable pinned byte buffer named `key`, large enough for any unit's weights or state on NVMe.
+
+        Args:
+            what: "weights" or "state".
+        """
         buffer = self._staging.get(key)
         if buffer is None or buffer.numel() < num_bytes:
-            size = max(num_bytes, *(max(h.layout.weight_bytes, h.layout.state_bytes) for h in self.units))
+            if what == "weights":
+                sizes = [h.layout.weight_bytes for h in self.units if h.plan.weights == "nvme"]
+            else:
+                sizes = [h.layout.state_bytes for h in self.units if h.plan.states == "nvme"]
+            size = max(num_bytes, *sizes)
             buffer = self._staging[key] = allocate_slab(size, pin=self.lanes.is_cuda, name=f"staging {key}")
         return buffer[:num_bytes]
 
@@ -136,7 +144,7 @@ class Homes:
         pending = home.weights_write if what == "weights" else home.state_write
         if pending is not None:
             pending.result()
-        return self.staging(staging, num_bytes) if staging else torch.empty(num_bytes, dtype=torch.uint8)
+        return self.staging(staging, what, num_bytes) if staging else torch.empty(num_bytes, dtype=torch.uint8)
 
     def _read_into(self, home: UnitHome, what: str, out: Tensor) -> None:
         assert self.spill is not None

@@ -14,7 +14,7 @@ from toys import make_batch, make_model, make_params
 from lazytrain import adamw8bit, make_train_step
 from lazytrain.base import Model
 from lazytrain.homes import spill_room
-from lazytrain.solver.memory import account, align
+from lazytrain.solver.memory import _nvme_staging, account, align
 from lazytrain.solver.plan import Plan, UnitPlan
 from lazytrain.solver.plan import make_plan as make_solver_plan
 from lazytrain.solver.problem import Problem
@@ -69,6 +69,20 @@ def test_a_run_takes_no_more_than_the_account(name: str, is_long: bool, tmp_path
     planned_bytes = account(problem, clamp_points(problem, plan)).nvme_bytes
     own_bytes, _ = spill_room(model, plan, optimizer.settings, torch.float32, None)
     assert own_bytes <= store.reserved_bytes <= planned_bytes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_staging_of_weights_and_states_is_what_the_account_has(name: str, tmp_path: Path) -> None:
+    plan = RUNS[name]
+    step = make_train_step(make_model(), adamw8bit(3e-3), plan, device="cpu", dtype=torch.float32, spill_dir=tmp_path)
+    state = step.init(make_params(make_model()))
+    for i in range(3):
+        state, _ = step(state, make_batch(i, rows=8))
+    state.engine.finish_updates()
+    problem = measure(False, plan.num_microbatches)
+    kept = [replace(unit, residual_point=0, residuals="none", boundary="device") for unit in plan.units]
+    taken = sum(buffer.numel() for buffer in state.engine.homes._staging.values())
+    assert taken <= _nvme_staging(problem, make_solver_plan(problem, kept, plan.prefetch_depth))
 
 
 def test_files_of_equal_blocks_are_as_large_however_long_their_names() -> None:
