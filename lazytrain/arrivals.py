@@ -143,26 +143,13 @@ class Arrivals:
         for home in self._homes.units:
             if home.plan.updates_in_place and pending.is_due(home):
                 assert home.state_device is not None
-                assert home.grads_device is not None
-                weights = self._weights_target(home)
-                with self._lanes.span(COMPUTE, "update", home.unit.name):
-                    update_unit_into(
-                        home.layout, weights, home.state_device, home.grads_device, coef=coef, hyper=pending.hyper
-                    )
-                home.grads_device = None
-                pending.finish(home)
+                self._update(home, self._weights_target(home), home.state_device, None, coef, pending, [])
 
     def update_on_load(self, arrival: Arrival, pending: PendingUpdate) -> None:
         """Update an arrived unit on the compute queue and send home what changed."""
-        home, layout = arrival.home, arrival.home.layout
-        state = arrival.state if arrival.state is not None else home.state_device
-        grads = arrival.grads if arrival.grads is not None else home.grads_device
+        home, state = arrival.home, arrival.state if arrival.state is not None else arrival.home.state_device
         assert state is not None
-        assert grads is not None
-        with self._lanes.span(COMPUTE, "update", home.unit.name, [arrival.ticket]) as done:
-            update_unit_into(layout, arrival.weights, state, grads, coef=pending.coef, hyper=pending.hyper)
-        home.grads_device = None
-        pending.finish(home)
+        done = self._update(home, arrival.weights, state, arrival.grads, pending.coef, pending, [arrival.ticket])
         if home.plan.is_streamed:
             out = self._send(home, "weights", arrival.weights, done)
             assert arrival.slot is not None
@@ -185,6 +172,25 @@ class Arrivals:
     def used_all(self, compute: Ticket) -> None:
         """Note that any slot may be in use until `compute` is due."""
         self._slot_use = [compute] * len(self._slots)
+
+    def _update(
+        self,
+        home: UnitHome,
+        weights: Tensor,
+        state: Tensor,
+        grads: Tensor | None,
+        coef: float | Tensor,
+        pending: PendingUpdate,
+        after: list[Ticket],
+    ) -> Ticket:
+        """Queue a unit's update on the compute queue; grads None = those that wait on the device."""
+        grads = grads if grads is not None else home.grads_device
+        assert grads is not None
+        with self._lanes.span(COMPUTE, "update", home.unit.name, after) as done:
+            update_unit_into(home.layout, weights, state, grads, coef=coef, hyper=pending.hyper)
+        home.grads_device = None
+        pending.finish(home)
+        return done
 
     def _wait_for_copies(self, key: str) -> None:
         """Wait until the last copy out of a staging buffer has ended, so that NVMe may be read into it again."""

@@ -115,7 +115,8 @@ class Engine:
             *squares, loss, grad_norm, coef = read()
         self.lanes.end_step()
         bad_unit = next((h.unit.name for h, s in zip(self.homes.units, squares) if not math.isfinite(s)), None)
-        if math.isnan(coef):
+        skipped = math.isnan(coef)
+        if skipped:
             coef = 0.0
             following.cancel()
             sink.drop()
@@ -135,7 +136,7 @@ class Engine:
             clip_coef=coef,
             lr=lr,
             num_target_tokens=num_targets,
-            skipped=bad_unit is not None,
+            skipped=skipped,
             bad_unit=bad_unit,
             step_s=time.perf_counter() - start_s,
             last_account=account,

@@ -50,10 +50,3 @@ class Prefetch:
     def _issue_after(self, position: int) -> None:
         while len(self._futures) < self._end and self._jobs[len(self._futures)].needs <= position:
             self._futures.append(self._loader.submit(self._jobs[len(self._futures)].issue))
-
-
-def last_user(keys: Sequence[int | None], position: int) -> int:
-    """Return the last position before `position` with the same key, or -1; None shares with nobody."""
-    if keys[position] is None:
-        return -1
-    return max((p for p in range(position) if keys[p] == keys[position]), default=-1)

@@ -20,9 +20,9 @@ from lazytrain.base import Batch, Context, Model, Params, Unit
 from lazytrain.gradients import GradientSink
 from lazytrain.homes import Homes, UnitHome
 from lazytrain.lanes import COMPUTE, Lanes, Ticket, Worker
-from lazytrain.prefetch import Job, Prefetch, last_user
+from lazytrain.prefetch import Job, Prefetch
 from lazytrain.programs import BlockPrograms, ProgramCache
-from lazytrain.solver.visits import backward_visits
+from lazytrain.solver.visits import backward_visits, last_users
 from lazytrain.stash import Fetched, Piece, Stash, buffer_of_turn
 from lazytrain.updates import PendingUpdate
 
@@ -225,10 +225,8 @@ class Sweep:
         buffers = [
             self.arrivals.buffer_of(home) if pending is not None and pending.is_due(home) else None for home in homes
         ]
-        jobs = [
-            Job(lambda home=home: self.arrivals.bring(home, pending), max(last_user(slots, p), last_user(buffers, p)))  # type: ignore[misc]
-            for p, home in enumerate(homes)
-        ]
+        needs = [max(pair) for pair in zip(last_users(slots), last_users(buffers))]
+        jobs = [Job(partial(self.arrivals.bring, home, pending), need) for home, need in zip(homes, needs)]
         return Prefetch(jobs, self.loader, held_from=held_from)
 
     def _prefetch_backward(self, visits: Sequence[Visit], stash: Stash) -> Prefetch:
@@ -236,11 +234,9 @@ class Sweep:
         turns_of = stash.fetch_turns([visit.piece for visit in visits if not visit.is_again])
         turns = [None if visit.is_again else turns_of.get(visit.piece) for visit in visits]
         jobs, users = [], dict[int, int]()  # slot -> the position of its last user's last visit
-        readers: dict[int | None, int] = {}  # the same of fetch buffers
-        for position, (visit, turn) in enumerate(zip(visits, turns)):
-            slot, buffer = self.arrivals.slot_of(blocks[visit.piece.block]), buffer_of_turn(turn)
-            needs = -1 if buffer is None else readers.get(buffer, -1)
-            readers[buffer] = position
+        buffers = last_users([buffer_of_turn(turn) for turn in turns])
+        for position, (visit, turn, needs) in enumerate(zip(visits, turns, buffers)):
+            slot = self.arrivals.slot_of(blocks[visit.piece.block])
             if slot is not None and visit.piece.microbatch == 0:
                 needs = max(needs, users.get(slot, -1))
             if slot is not None:

@@ -31,7 +31,7 @@ from lazytrain.configuration import ModelConfig
 from lazytrain.errors import LazyTrainError
 from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
-from lazytrain.planning import Planned, default_limits, default_microbatches
+from lazytrain.planning import PLAN_SECONDS, Planned, default_limits, default_microbatches
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.arguments import OneLineParser
@@ -282,7 +282,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, help="chunks a step is cut in (default: the planner's)")
     parser.add_argument("--plans", default="solved", help="comma-separated, see above (default: %(default)s)")
-    parser.add_argument("--plan-seconds", type=float, default=5.0, help="time for each search (default: %(default)s)")
+    parser.add_argument(
+        "--plan-seconds", type=float, default=PLAN_SECONDS, help="time for each search (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps measured (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=parse_size, help="hard limit of device memory, for example 24GiB")

@@ -11,7 +11,6 @@ next step, start only then; stores of grads may still run. What the next step's 
 `_Step._list_early`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lazytrain.solver.machine import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE, QUEUES, Event, Machine, Pack
@@ -19,7 +18,7 @@ from lazytrain.solver.memory import account
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, Predicted
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.rates import dram_ms, sync_ms
-from lazytrain.solver.visits import backward_visits
+from lazytrain.solver.visits import backward_visits, last_users
 
 MAX_STEPS = 60
 SETTLED = 1e-9
@@ -113,14 +112,14 @@ class _Step:
         order = range(len(self._units))
         slots = [machine.slots.get(u) for u in order]
         buffers = [machine.buffers.get(u) for u in order]
-        self._needs = [max(pair) for pair in zip(_last_users(slots), _last_users(buffers), strict=True)]
+        self._needs = [max(pair) for pair in zip(last_users(slots), last_users(buffers), strict=True)]
         self._visits = [(i + 1, is_again) for i, is_again in backward_visits(self._plans[1:-1])]
         self._moves = [self._list_moves(u) for u in order]
         offloads = [u for u, is_again in self._visits if self._moves[u] and not is_again]
         self._turns = {u: turn for turn, u in enumerate(offloads)}
         slots = [machine.slots.get(u) for u, _ in self._visits]
         turns = [self._turns[u] % 2 if u in self._turns and not is_again else None for u, is_again in self._visits]
-        self._backward_needs = [max(pair) for pair in zip(_last_users(slots), _last_users(turns), strict=True)]
+        self._backward_needs = [max(pair) for pair in zip(last_users(slots), last_users(turns), strict=True)]
         self._early = self._list_early()
         self._tickets: dict[int, float] = {}  # of units that are loaded early: when they are there
 
@@ -223,17 +222,6 @@ class _Step:
             size = num * unit.points[decisions.residual_point].residual_bytes
             moved.append(("offload residuals", size, decisions.residuals))
         return moved
-
-
-def _last_users(keys: Sequence[int | None]) -> list[int]:
-    """Return, per position, the last one before it with the same key, or -1; None shares with nobody."""
-    seen: dict[int, int] = {}
-    last = []
-    for position, key in enumerate(keys):
-        last.append(-1 if key is None else seen.get(key, -1))
-        if key is not None:
-            seen[key] = position
-    return last
 
 
 def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The backward sweep's order, with the boundaries that were not kept computed again."""
+"""The order that the executor and the simulator follow: of the backward sweep, and of users of one buffer."""
 
 from collections.abc import Sequence
 
@@ -26,3 +26,19 @@ def backward_visits(blocks: Sequence[UnitPlan]) -> list[tuple[int, bool]]:
         visits += [(i, False) for i in reversed(range(start, end))]
         end = start
     return visits
+
+
+def last_users(keys: Sequence[int | None]) -> list[int]:
+    """Return, per position, the last one before it with the same key, or -1; None shares with nobody.
+
+    Example:
+        >>> last_users([0, 1, None, 0, None])
+        [-1, -1, -1, 0, -1]
+    """
+    seen: dict[int, int] = {}
+    last = []
+    for position, key in enumerate(keys):
+        last.append(-1 if key is None else seen.get(key, -1))
+        if key is not None:
+            seen[key] = position
+    return last
