@@ -49,20 +49,8 @@ class GradientSink:
             return
         added = self._num_added.get(home.index, 0) + 1
         self._num_added[home.index] = added
-        total, is_last = self._sums.pop(home.index, None), added == self._num_microbatches
-        square = self.squares[home.index] if is_last else None
-        if total is None:
-            total = flat
-            if square is not None:
-                square_sum_into(flat, square)
-        elif is_last:
-            add_into(flat, total, flat, square=square)
-            total = flat
-        else:
-            out = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
-            add_into(out, total, flat)
-            total = out
-        self._sums[home.index] = total
+        square = self.squares[home.index] if added == self._num_microbatches else None
+        self._sums[home.index] = add_microbatch(self._sums.pop(home.index, None), flat, square)
 
     def sums(self, home: UnitHome) -> Params:
         """Return the fp32 sums that embed's or head's grads are added to, by local name; zeros at first.
@@ -138,6 +126,26 @@ class GradientSink:
         """Forget grads that were kept on the device: the step is skipped."""
         for home in self._homes.units:
             home.grads_device = None
+
+
+def add_microbatch(total: Tensor | None, flat: Tensor, square: Tensor | None) -> Tensor:
+    """Return the sum of flat grads so far: the first microbatch's as they are, then fp32, after the last one rounded.
+
+    Args:
+        total: the sum before; None = this is the first microbatch.
+        flat: written, and returned where the sum has its dtype.
+        square: gets the sum of squares after the last microbatch; None = there are more.
+    """
+    if total is None:
+        if square is not None:
+            square_sum_into(flat, square)
+        return flat
+    if square is not None:
+        add_into(flat, total, flat, square=square)
+        return flat
+    out = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+    add_into(out, total, flat)
+    return out
 
 
 def round_in_place(total: Tensor) -> Tensor:

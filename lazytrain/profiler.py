@@ -119,7 +119,9 @@ class Profiler:
             for unit in model.blocks:
                 if unit.kind not in costs:
                     program = make_program(unit, self.settings, x_btd, ctx, dtype, self.programs, timer, report)
-                    costs[unit.kind] = profile_block(unit, self.settings, x_btd, ctx, dtype, program, timer)
+                    costs[unit.kind] = profile_block(
+                        unit, self.settings, x_btd, ctx, dtype, program, timer, num_microbatches
+                    )
             head = profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
                 self._hardware = self._measure_machine((embed, *costs.values(), head), timer)

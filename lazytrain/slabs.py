@@ -170,7 +170,13 @@ def require_memory(needed: Mapping[str, int], available: Mapping[str, int]) -> N
 
 
 def resident_host_bytes() -> int:
-    """Return how much host memory this process has in RAM now."""
+    """Return how much host memory this process has in RAM now, but for mapped files, which the system drops at need.
+
+    Libraries are such files: those of a GPU's kernels are read during the first step, 0.7 GiB of them.
+    """
+    status = _read_fields(Path("/proc/self/status"))
+    if "RssAnon" in status:
+        return (status["RssAnon"] + status.get("RssShmem", 0)) * 1024
     return int(_read_text(Path("/proc/self/statm")).split()[1]) * PAGE_BYTES
 
 

@@ -13,8 +13,7 @@ from lazytrain.homes import UnitHome
 from lazytrain.lanes import Ticket
 from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.programs import BlockPrograms
-
-NUM_OFFLOADS_IN_FLIGHT = 2
+from lazytrain.solver.memory import count_offloads_behind
 
 Fetched = Mapping[str, Sequence[Tensor]]
 
@@ -35,6 +34,7 @@ class Stash:
     def __init__(self, activations: Activations, num_microbatches: int) -> None:
         self.programs: dict[int, list[BlockPrograms]] = {}
         self._activations, self._num_microbatches = activations, num_microbatches
+        self._num_behind = count_offloads_behind(num_microbatches)
         self._boundaries: dict[Piece, Tensor] = {}
         self._residuals: dict[Piece, tuple[Tensor, ...]] = {}
         self._packs: dict[Piece, dict[str, Packed]] = {}
@@ -43,7 +43,7 @@ class Stash:
 
     def take_oldest(self) -> Ticket | None:
         """Return what compute must wait for before there is room for another offload; its tensors are let go."""
-        return self._in_flight.pop(0)[0] if len(self._in_flight) == NUM_OFFLOADS_IN_FLIGHT else None
+        return self._in_flight.pop(0)[0] if len(self._in_flight) > self._num_behind else None
 
     def take_all(self) -> list[Ticket]:
         """Return what compute must wait for before all offloads have ended; their tensors are let go."""

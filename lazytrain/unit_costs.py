@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Batch, Context, Model, Params, Unit
+from lazytrain.gradients import add_microbatch
 from lazytrain.homes import owned_params
 from lazytrain.layout import UnitLayout
 from lazytrain.optimizer import AdamWSettings, update_unit_into
@@ -68,14 +69,17 @@ def profile_block(
     dtype: torch.dtype,
     program: BlockPrograms,
     timer: Timer,
+    num_microbatches: int,
 ) -> UnitCost:
-    """Measure a block at every point of its residual curve."""
+    """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads."""
     params = random_unit_params(unit, timer.device, dtype)
     layout = settings.layout(unit.params, dtype)
     dy_btd = torch.randn_like(x_btd) * 1e-3
     timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
-    points = tuple(_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
-    return _unit_cost(unit, layout, x_btd, points, settings, timer)
+    sum_ms = _sum_ms(layout, num_microbatches, timer)
+    points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
+    summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
+    return _unit_cost(unit, layout, x_btd, summed, settings, timer)
 
 
 def _profile_point(
@@ -153,6 +157,21 @@ def _end_point(forward_ms: float, backward: Callable[[], Any], timer: Timer) -> 
         backward_ms=timer.median_ms(backward),
         workspace_bytes=timer.extra_bytes(backward) or 0,
     )
+
+
+def _sum_ms(layout: UnitLayout, num_microbatches: int, timer: Timer) -> float:
+    """Return the mean time per microbatch of a block's sum of grads, squares included."""
+    if not layout.numel:
+        return 0.0
+    flats = [torch.zeros(layout.numel, dtype=layout.dtype, device=timer.device) for _ in range(2)]
+    square = torch.zeros((), dtype=torch.float64, device=timer.device)
+
+    def work() -> None:
+        total = None
+        for c in range(num_microbatches):
+            total = add_microbatch(total, flats[c % 2], square if c == num_microbatches - 1 else None)
+
+    return timer.median_ms(work) / num_microbatches
 
 
 def _make_sums(params: Params) -> Params:

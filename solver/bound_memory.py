@@ -6,7 +6,15 @@ from typing import NamedTuple
 from lazytrain.solver.budget import AWAY
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.linear import Affine, total
-from lazytrain.solver.memory import NUM_RING_BUFFERS, align, boundary_bytes, chunk_sum_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.memory import (
+    NUM_RING_BUFFERS,
+    align,
+    boundary_bytes,
+    chunk_sum_bytes,
+    count_offloads_behind,
+    residual_bytes,
+    sum_bytes,
+)
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
 from lazytrain.solver.problem import UnitCost
 from lazytrain.solver.rings import add_largest, add_some
@@ -53,6 +61,7 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
         kept.append(choice.boundary(lambda place, b=boundary: b if place == DEVICE else 0.0))  # type: ignore[misc]
         kept.append(choice.keep(lambda keep, b=bytes_of: b[keep] if keep.place == DEVICE else 0.0))  # type: ignore[misc]
     offload = add_largest(model, away)
+    behind = offload * count_offloads_behind(num)
     own_forward, own_backward = (add_largest(model, [some * sizes[i] for some, *sizes in own]) for i in (0, 1))
     counts = [len(kind.members) for kind in kinds]
     slots = _add_buffers(draft, [(draft.streamed[k], weights[k], counts[k]) for k in blocks], draft.prefetch_depth)
@@ -76,11 +85,11 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
     one_more = size(align(units[last].boundary_bytes))
     positions = [
         total(later) + work[0] + ring + to_host[0] * sums[0] + least_input,
-        total(later[1:]) + offload + 2 * min(inputs[1:]) + least_work,
-        everything + waiting[last] + offload + inputs[last] + one_more + work[last] + sums[last] + tied,
+        total(later[1:]) + behind + 2 * min(inputs[1:]) + least_work,
+        everything + waiting[last] + behind + inputs[last] + one_more + work[last] + sums[last] + tied,
         everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
         total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
-        offload + 2 * min(inputs[1:]) + own_forward,
+        behind + 2 * min(inputs[1:]) + own_forward,
         ring + flow + min(sums[1:last]) + own_backward,
         total(waiting) + ring + least_input + work[0] + sums[0],
     ]

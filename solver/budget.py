@@ -14,6 +14,7 @@ from lazytrain.solver.memory import (
     align,
     boundary_bytes,
     chunk_sum_bytes,
+    count_offloads_behind,
     residual_bytes,
     sum_bytes,
 )
@@ -37,7 +38,8 @@ def add_needs(draft: Draft) -> Needs:
     peak = draft.model.add_var()
     offload = _add_offload(draft)
     always = _device_always(draft) + offload * NUM_RING_BUFFERS
-    for need in _device_positions(draft, offload):
+    behind = offload * count_offloads_behind(draft.problem.num_microbatches)
+    for need in _device_positions(draft, behind):
         draft.model.add_at_least(peak, always + need)
     return Needs(device_peak=peak, host=_host(draft) + _nvme_staging(draft), nvme=_nvme(draft))
 
@@ -95,7 +97,8 @@ def _add_offload(draft: Draft) -> Affine:
     return largest
 
 
-def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
+def _device_positions(draft: Draft, behind: Affine) -> list[Affine]:
+    """Return the needs of all positions; `behind`: offloads that are under way in forward."""
     problem, units, last = draft.problem, draft.problem.units, len(draft.choices) - 1
     num = problem.num_microbatches
     sizes = [draft.size(align(unit.grad_bytes)) for unit in units]
@@ -118,9 +121,9 @@ def _device_positions(draft: Draft, offload: Affine) -> list[Affine]:
     positions = [all_later + work[0] + ring + stores[0][0] * edge_sums[0] + inputs[1]]
     for u in range(1, last):
         own = work[u] + _residuals(draft, u, (DEVICE,)) + _residuals(draft, u, AWAY) * (1 / num)
-        positions.append(own + (inputs[u] + inputs[u + 1]) + (all_later - later_before[u]) + kept_before[u] + offload)
+        positions.append(own + (inputs[u] + inputs[u + 1]) + (all_later - later_before[u]) + kept_before[u] + behind)
     one_more = draft.size(align(problem.head.boundary_bytes))
-    positions.append(work[last] + kept_before[last] + edge + offload + (inputs[last] + one_more + edge_sums[1] + tied))
+    positions.append(work[last] + kept_before[last] + edge + behind + (inputs[last] + one_more + edge_sums[1] + tied))
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
         flow = draft.size(num * cotangent + align(units[u].boundary_bytes))

@@ -7,7 +7,7 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
-                      + own residuals (one chunk's where they leave) + one chunk's offload in flight
+                      + own residuals (one chunk's where they leave) + min(2, M) chunks' offloads in flight
                       + grads that wait for their turn to be updated + workspace
     device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
                       + workspace
@@ -28,7 +28,7 @@ from lazytrain.solver.visits import backward_visits
 
 ALIGN_BYTES = 512
 FP32_BYTES = 4
-NUM_RING_BUFFERS = 2  # update, grad, fetch and staging buffers; offloads in flight
+NUM_RING_BUFFERS = 2  # update, grad, fetch and staging buffers
 NUM_WRITERS = 2  # threads that write to NVMe: the updater's and the writer's
 GIB = 1 << 30
 
@@ -72,6 +72,14 @@ def chunk_sum_bytes(problem: Problem, unit: UnitCost) -> int:
     if problem.num_microbatches == 2 or is_fp32:
         return align(unit.grad_bytes)
     return sum_bytes(unit) + align(unit.grad_bytes)
+
+
+def count_offloads_behind(num_microbatches: int) -> int:
+    """Return of how many chunks the offloads may still be under way while the next chunk passes a block.
+
+    With one, a chunk that is cut out of a step would wait for the link at the start of every other block.
+    """
+    return min(num_microbatches, 2)
 
 
 def boundary_bytes(problem: Problem, unit: UnitCost) -> int:
@@ -147,7 +155,7 @@ class Accountant:
         waiting = sum(part.later for part in parts)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
         stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
-        offload, kept = max(part.moved for part in blocks), 0
+        offload, kept = count_offloads_behind(num) * max(part.moved for part in blocks), 0
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
         waiting -= parts[0].later
