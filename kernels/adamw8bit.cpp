@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int ABI_VERSION = 3;
+constexpr int ABI_VERSION = 4;
 constexpr int GROUP = 128;
 constexpr int PAD = 32;            // math runs on whole multiples of this many lanes
 constexpr int SQUARE_LANES = 1024;  // norm.py: lanes of a tile
@@ -345,10 +345,10 @@ static void run_range(const Call& c, int64_t begin, int64_t end) {
   }
 }
 
-// The call over [0, items) in pieces of `size`: on the caller's thread, or on so many of the pool's.
-void lt_run_ranges(const Call* call, int64_t items, int64_t size, int threads, int niceness) {
+// The call over [0, items) in pieces of `size`: on the caller's thread, or on so many of the pool's (see there).
+void lt_run_ranges(const Call* call, int64_t items, int64_t size, int threads, int niceness, int spared) {
   if (threads <= 1 || items <= size) return run_range(*call, 0, items);
-  WorkerPool::instance().run(items, size, threads, niceness,
+  WorkerPool::instance().run(items, size, threads, niceness, spared,
                              [call](int64_t begin, int64_t end) { run_range(*call, begin, end); });
 }
 

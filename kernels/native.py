@@ -32,7 +32,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("adamw8bit.cpp")
 HEADERS = (Path(__file__).with_name("worker_pool.h"),)
-ABI_VERSION = 3
+ABI_VERSION = 4
 # A thread that launches kernels late idles the device, an update only ends later.
 POOL_NICENESS = 10
 # Left to such threads where there is a GPU.
@@ -57,7 +57,7 @@ SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "lt_dequantize": ((*[Pointer] * 6, Long, Long, Long), None),
     "lt_square_slabs": ((Int, Pointer, Long, Long, Long, Pointer), None),
     "lt_square_total": ((Pointer, Long), ctypes.c_double),
-    "lt_run_ranges": ((Pointer, Long, Long, Int, Int), None),
+    "lt_run_ranges": ((Pointer, Long, Long, Int, Int, Int), None),
 }
 ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_SLABS = range(5)
 
@@ -282,12 +282,15 @@ def num_threads() -> int:
     """
     chosen = os.environ.get("LAZYTRAIN_THREADS", "").strip()
     if not chosen:
-        threads = torch.get_num_threads()
-        shares = torch.cuda.is_available() and threads >= MIN_SHARED_CORES
-        return max(1, threads - LAUNCH_CORES if shares else threads)
+        return max(1, torch.get_num_threads() - spared_cores())
     if not chosen.isdigit() or int(chosen) < 1:
         raise ValueError(f"LAZYTRAIN_THREADS is {chosen!r}: set a positive integer or unset it")
     return int(chosen)
+
+
+def spared_cores() -> int:
+    """Return how many cores the operator's threads keep off, for threads that launch kernels on a GPU."""
+    return LAUNCH_CORES if torch.cuda.is_available() and torch.get_num_threads() >= MIN_SHARED_CORES else 0
 
 
 def run_ranges(library: ctypes.CDLL, call: Call, num_items: int, *, min_items: int = MIN_TASK_GROUPS) -> None:
@@ -301,4 +304,4 @@ def run_ranges(library: ctypes.CDLL, call: Call, num_items: int, *, min_items: i
         return
     threads = num_threads()
     size = min(TASK_GROUPS, max(min_items, -(-num_items // (4 * threads))))
-    library.lt_run_ranges(ctypes.byref(call), num_items, size, threads, POOL_NICENESS)
+    library.lt_run_ranges(ctypes.byref(call), num_items, size, threads, POOL_NICENESS, spared_cores())

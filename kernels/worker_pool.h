@@ -1,5 +1,5 @@
 // Threads that run ranges of a call side by side, without any other runtime: they wait between calls, never hold the
-// interpreter's lock, and run at a lower priority than the thread that launches work on a GPU.
+// interpreter's lock, run at a lower priority than the thread that launches work on a GPU, and leave it some cores.
 #pragma once
 
 #include <stdint.h>
@@ -15,6 +15,7 @@
 #include <pthread.h>
 #endif
 #ifdef __linux__
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -36,13 +37,14 @@ class WorkerPool {
     return *current();
   }
 
-  // Call range(begin, end) for pieces of `size` that cover [0, items), on `threads` threads, and wait for all.
-  void run(int64_t items, int64_t size, int threads, int niceness, const Range& range) {
+  // Call range(begin, end) for pieces of `size` that cover [0, items), on `threads` threads, and wait for all. New
+  // threads keep off the first `spared` of the cores that this process may use.
+  void run(int64_t items, int64_t size, int threads, int niceness, int spared, const Range& range) {
     std::lock_guard<std::mutex> turn(turn_);
     std::unique_lock<std::mutex> lock(state_);
     while (static_cast<int>(workers_.size()) < threads) {
       const int index = static_cast<int>(workers_.size());
-      workers_.emplace_back([this, index, niceness] { work(index, niceness); });
+      workers_.emplace_back([this, index, niceness, spared] { work(index, niceness, spared); });
       workers_.back().detach();
     }
     range_ = &range, items_ = items, size_ = size, wanted_ = running_ = threads;
@@ -58,11 +60,12 @@ class WorkerPool {
     return pool;
   }
 
-  void work(int index, int niceness) {
+  void work(int index, int niceness, int spared) {
 #ifdef __linux__
     setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), niceness);
+    spare_cores(spared);
 #else
-    (void)niceness;
+    (void)niceness, (void)spared;
 #endif
     uint64_t seen = 0;
     for (;;) {
@@ -76,6 +79,17 @@ class WorkerPool {
       if (--running_ == 0) end_.notify_one();
     }
   }
+
+#ifdef __linux__
+  // Numbers of cores that share a processor's units are neighbours on virtual machines.
+  static void spare_cores(int spared) {
+    cpu_set_t cores;
+    if (spared <= 0 || sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) <= spared) return;
+    for (int core = 0; core < CPU_SETSIZE && spared > 0; ++core)
+      if (CPU_ISSET(core, &cores)) CPU_CLR(core, &cores), --spared;
+    sched_setaffinity(0, sizeof cores, &cores);
+  }
+#endif
 
   std::mutex turn_, state_;
   std::condition_variable begin_, end_;

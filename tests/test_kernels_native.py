@@ -209,6 +209,27 @@ def test_callers_in_several_threads_wait_for_each_other(monkeypatch: pytest.Monk
         assert all(torch.equal(total, truth) for total in pool.map(lambda _: square_sum(x), range(20)))
 
 
+SPARED = """
+import os
+import torch
+from lazytrain.kernels import native
+from lazytrain.kernels.norm import square_sum
+native.spared_cores = lambda: 1
+square_sum(torch.ones(1 << 22))
+threads = [int(name) for name in os.listdir("/proc/self/task")]
+workers = [t for t in threads if os.getpriority(os.PRIO_PROCESS, t) == native.POOL_NICENESS]
+print(len(workers), {min(os.sched_getaffinity(t)) for t in workers}, sorted(os.sched_getaffinity(0))[:2])
+"""
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="needs two cores, and Linux")
+def test_threads_keep_off_the_cores_that_launch_kernels() -> None:
+    environment = {**os.environ, "LAZYTRAIN_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", SPARED], env=environment, capture_output=True, text=True, check=True)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    assert done.stdout.split(maxsplit=1) == ["2", f"{{{second}}} [{first}, {second}]\n"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
