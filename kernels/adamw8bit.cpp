@@ -24,7 +24,6 @@ constexpr int GROUP = 128;
 constexpr int PAD = 32;            // math runs on whole multiples of this many lanes
 constexpr int SQUARE_LANES = 1024;  // norm.py: lanes of a tile
 constexpr int SQUARE_ROWS = 64;     // norm.py: rows of a tile
-constexpr int SQUARE_TILES = 16;    // norm.py: tiles of a slab
 constexpr uint32_t GROUP_STEP = 0xC13FA9A9u;
 const float DECODE_M = static_cast<float>(1.0 / 16129.0);
 const float DECODE_R = static_cast<float>(1.0 / 255.0);
@@ -234,11 +233,48 @@ void adamw_range(void* weights, void* lo, float* m, float* v, const void* grads,
   });
 }
 
+inline float widened(float x) { return x; }
+inline float widened(uint16_t x) { return as_float(static_cast<uint32_t>(x) << 16); }
+
+inline float square(float x) { return x * x; }
+
+// The squares of four rows, added as norm.py defines it; row after row, as memory is fetched ahead.
+template <typename T>
+ALWAYS_INLINE void add_squares(const T* __restrict__ x, float* __restrict__ sums) {
+  alignas(64) float left[SQUARE_LANES], right[SQUARE_LANES];
+  for (int j = 0; j < SQUARE_LANES; ++j) left[j] = square(widened(x[j]));
+  for (int j = 0; j < SQUARE_LANES; ++j) left[j] += square(widened(x[j + SQUARE_LANES]));
+  for (int j = 0; j < SQUARE_LANES; ++j) right[j] = square(widened(x[j + 2 * SQUARE_LANES]));
+  for (int j = 0; j < SQUARE_LANES; ++j) sums[j] += left[j] + (right[j] + square(widened(x[j + 3 * SQUARE_LANES])));
+}
+
 // adjacent pairs, as norm.py defines it
 inline double fold(double* x) {
   for (int n = SQUARE_LANES / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) x[i] = x[2 * i] + x[2 * i + 1];
   return x[0];
+}
+
+template <typename T>
+void square_tiles(const T* x, int64_t numel, int64_t begin, int64_t end, double* values) {
+  constexpr int FOUR = 4 * SQUARE_LANES;
+  alignas(64) float sums[SQUARE_LANES];
+  alignas(64) double lanes[SQUARE_LANES];
+  for (int64_t tile = begin; tile < end; ++tile) {
+    std::memset(sums, 0, sizeof sums);
+    const int64_t first = tile * SQUARE_ROWS * SQUARE_LANES;
+    for (int64_t at = first; at < first + SQUARE_ROWS * SQUARE_LANES && at < numel; at += FOUR) {
+      if (numel - at >= FOUR) {
+        add_squares(x + at, sums);
+      } else {
+        alignas(64) T last[FOUR] = {};
+        std::memcpy(last, x + at, sizeof(T) * (numel - at));
+        add_squares(last, sums);
+      }
+    }
+    for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] = sums[j];
+    values[tile] = fold(lanes);
+  }
 }
 
 }  // namespace
@@ -292,24 +328,10 @@ void lt_dequantize(const int8_t* m_q, const float* m_scale, const uint8_t* v_q, 
   });
 }
 
-// 1024 doubles a slab of 16 tiles of 64 x 1024 elements.
-void lt_square_slabs(int kind, const void* x, int64_t numel, int64_t begin, int64_t end, double* slabs) {
-  alignas(64) float sums[SQUARE_LANES], row[SQUARE_LANES];
-  for (int64_t slab = begin; slab < end; ++slab) {
-    double* lanes = slabs + slab * SQUARE_LANES;
-    std::memset(lanes, 0, SQUARE_LANES * sizeof(double));
-    for (int64_t tile = slab * SQUARE_TILES; tile < (slab + 1) * SQUARE_TILES; ++tile) {
-      std::memset(sums, 0, sizeof sums);
-      for (int i = 0; i < SQUARE_ROWS; ++i) {
-        const int64_t at = (tile * SQUARE_ROWS + i) * SQUARE_LANES;
-        if (at >= numel) break;
-        const int count = numel - at < SQUARE_LANES ? static_cast<int>(numel - at) : SQUARE_LANES;
-        load_floats(kind, x, at, count, row);
-        for (int j = 0; j < count; ++j) sums[j] += row[j] * row[j];
-      }
-      for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] += sums[j];
-    }
-  }
+// begin and end count tiles of 64 x 1024 elements; one double each
+void lt_square_tiles(int kind, const void* x, int64_t numel, int64_t begin, int64_t end, double* values) {
+  if (kind == BF16) return square_tiles(static_cast<const uint16_t*>(x), numel, begin, end, values);
+  square_tiles(static_cast<const float*>(x), numel, begin, end, values);
 }
 
 // One operator over a range: which one, its element types, its tensors in the order of its function above, and the rest.
@@ -321,7 +343,7 @@ struct Call {
   const Scalars* scalars;
 };
 
-enum Op { ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_SLABS };
+enum Op { ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_TILES };
 
 static void run_range(const Call& c, int64_t begin, int64_t end) {
   void* const* t = c.tensors;
@@ -340,8 +362,8 @@ static void run_range(const Call& c, int64_t begin, int64_t end) {
       return lt_dequantize(static_cast<int8_t*>(t[0]), static_cast<float*>(t[1]), static_cast<uint8_t*>(t[2]),
                            static_cast<float*>(t[3]), static_cast<float*>(t[4]), static_cast<float*>(t[5]), c.cols, begin,
                            end);
-    case SQUARE_SLABS:
-      return lt_square_slabs(c.grads_kind, t[0], c.cols, begin, end, static_cast<double*>(t[1]));
+    case SQUARE_TILES:
+      return lt_square_tiles(c.grads_kind, t[0], c.cols, begin, end, static_cast<double*>(t[1]));
   }
 }
 
@@ -352,10 +374,12 @@ void lt_run_ranges(const Call* call, int64_t items, int64_t size, int threads, i
                              [call](int64_t begin, int64_t end) { run_range(*call, begin, end); });
 }
 
-double lt_square_total(const double* slabs, int64_t num_slabs) {
+double lt_square_total(const double* values, int64_t count) {
   alignas(64) double lanes[SQUARE_LANES] = {};
-  for (int64_t i = 0; i < num_slabs; ++i)
-    for (int j = 0; j < SQUARE_LANES; ++j) lanes[j] += slabs[i * SQUARE_LANES + j];
+  for (int64_t at = 0; at < count; at += SQUARE_LANES) {
+    const int64_t row = count - at < SQUARE_LANES ? count - at : SQUARE_LANES;
+    for (int64_t j = 0; j < row; ++j) lanes[j] += values[at + j];
+  }
   return fold(lanes);
 }
 

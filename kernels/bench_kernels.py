@@ -1,12 +1,13 @@
 """How near the optimizer's GPU kernels come to the memory's speed, as ratios of rates measured in the same run.
 
-    python -m lazytrain.kernels.bench_kernels [--elements N] [--json FILE] [--tiny]
+    python -m lazytrain.kernels.bench_kernels [--only PART...] [--elements N] [--json FILE] [--tiny]
 
 Prints, after a check of bits (a wrong kernel has no speed):
 
     copy, read      GB/s of a device copy (read + written) and of the fastest plain read
     update          each tile's GB/s and share of the copy rate, for 32- and 24-bit masters and for fp32 weights
-    square sum      each setting's GB/s and share of the read rate, bf16 and fp32
+    square sum      each setting's GB/s and share of the read rate, bf16 and fp32; of one tensor, and of several, each
+                    a block of a 3B model, one after the other (replayed as one graph, so that launches don't count)
     streamed        states and weights in from pinned memory, updated, out again: share of the same copies alone
 
 Rates are medians over repeats; arrays are many times larger than any cache. `--tiny` is a smoke test of this file: with
@@ -43,6 +44,8 @@ TILES = [
 ]
 SQUARES = [(2,), (4,), (8,)]
 READS = [(block, warps) for block in (2048, 4096, 8192) for warps in (4, 8)]
+BLOCK_ELEMENTS = 77_076_992  # parameters of a block of Qwen2.5-3B
+PARTS = ("updates", "squares", "streamed")
 KINDS = {"32-bit master": 16, "24-bit master": 8, "fp32 weights": 0}
 STREAM_SLOTS, STREAM_CHUNKS = 3, 12
 
@@ -91,8 +94,8 @@ def check_bits(device: str) -> None:
         for a, b in zip(state.tensors, truth.tensors):
             if a is not None and b is not None and not torch.equal(a.cpu(), b):
                 raise SystemExit(f"the update with {kind} has wrong bits on {device}: no speed is reported")
-    for size in (100, 70_000):
-        x = torch.randn(size, device=device).bfloat16()
+    for size, dtype in ((100, torch.bfloat16), (70_000, torch.bfloat16), (70_001, torch.float32)):
+        x = torch.randn(size, device=device).to(dtype)
         out = torch.zeros((), dtype=torch.float64, device=device)
         sum_triton_into(None, x, None, out)
         if out.item() != reference_square_sum(x.cpu()).item():
@@ -191,12 +194,24 @@ def measure_squares(report: Report, elements: int, device: str, repeats: int, re
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(elements, device=device).to(dtype)
         out = torch.zeros((), dtype=torch.float64, device=device)
+        size = min(elements, BLOCK_ELEMENTS)
+        blocks = x[: elements // size * size].split(size)
+        for what, tensors in ((f"square sum, {dtype}", (x,)), (f"square sum of blocks, {dtype}", blocks)):
 
-        def rate(setting: tuple[int], x: Tensor = x, out: Tensor = out) -> float:
-            run = lambda: sum_triton_into(None, x, None, out, num_warps=setting[0])  # noqa: E731
-            return x.nbytes / seconds_of(run, device, repeats) * 1e-9
+            def rate(setting: tuple[int], tensors: Sequence[Tensor] = tensors, out: Tensor = out) -> float:
+                def run() -> None:
+                    for tensor in tensors:
+                        sum_triton_into(None, tensor, None, out, num_warps=setting[0])
 
-        report.sweep(f"square sum, {dtype}", settings, rate, read)
+                if len(tensors) > 1 and device == "cuda":
+                    run()  # compiled before it is recorded
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        run()
+                    run = graph.replay
+                return sum(t.nbytes for t in tensors) / seconds_of(run, device, repeats) * 1e-9
+
+            report.sweep(what, settings, rate, read)
 
 
 def measure_stream(report: Report, elements: int, repeats: int) -> None:
@@ -251,6 +266,7 @@ def measure_stream(report: Report, elements: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured; default: all")
     parser.add_argument("--elements", type=int, default=3 * 2**27, help="parameters of one update (default 403M)")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write all measurements there")
@@ -265,9 +281,11 @@ def main() -> None:
     check_bits(device)
     report = Report()
     copy, read = measure_bounds(report, elements, device, repeats)
-    measure_updates(report, elements, device, repeats, copy, options.tiny)
-    measure_squares(report, elements, device, repeats, read, options.tiny)
-    if device == "cuda":
+    if "updates" in options.only:
+        measure_updates(report, elements, device, repeats, copy, options.tiny)
+    if "squares" in options.only:
+        measure_squares(report, elements, device, repeats, read, options.tiny)
+    if "streamed" in options.only and device == "cuda":
         measure_stream(report, elements, repeats)
     if options.json:
         options.json.write_text(json.dumps(report.rows, indent=1))

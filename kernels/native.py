@@ -55,11 +55,11 @@ SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "lt_adamw": ((Int, Int, *[Pointer] * 5, Long, Long, Long, Pointer), None),
     "lt_quantize": ((*[Pointer] * 6, Long, Long, Long, UInt), None),
     "lt_dequantize": ((*[Pointer] * 6, Long, Long, Long), None),
-    "lt_square_slabs": ((Int, Pointer, Long, Long, Long, Pointer), None),
+    "lt_square_tiles": ((Int, Pointer, Long, Long, Long, Pointer), None),
     "lt_square_total": ((Pointer, Long), ctypes.c_double),
     "lt_run_ranges": ((Pointer, Long, Long, Int, Int, Int), None),
 }
-ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_SLABS = range(5)
+ADAMW8BIT, ADAMW, QUANTIZE, DEQUANTIZE, SQUARE_TILES = range(5)
 
 
 class NativeBuildError(Exception):

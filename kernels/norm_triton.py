@@ -1,8 +1,9 @@
 """Triton kernels of the sum of squares, and of sums of gradients with it; definition and reference: norm.py.
 
-The loop over rows loads eight before it writes or adds any, to have enough reads in flight. The one sum over lanes,
-at the end, is an explicit tree of adjacent pairs (reshape and split), because the order inside `tl.sum` depends on the
-layout that the compiler chose.
+The loop over rows loads eight before it writes or adds any, to have enough reads in flight; only a last tile that is
+not full has masks. Sums over lanes are an explicit tree of adjacent pairs, because the order inside a longer `tl.sum`
+depends on the layout that the compiler chose. `tl.sum` of a pair has one order, and leaves the lanes where they are:
+three levels within a thread, five within a warp. (`tl.split` gave every thread all 1024 lanes.)
 """
 
 import torch
@@ -10,105 +11,92 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lazytrain.kernels.norm import LANES, ROWS, SLAB_TILES, TILE, count_slabs
+from lazytrain.kernels.norm import LANES, ROWS, count_tiles
 
 EXACT = {"enable_fp_fusion": False}
 NUM_WARPS = 4  # 8 lanes of a row for each thread: loads of 16 bytes
 NONE, BF16, FP32 = 0, 1, 2  # what a pointer of the kernel leads to
-SLAB_LANES = 128  # lanes that one program sums over the tiles of a slab
 
 
 @triton.jit
-def load_fp32(pointer, offset, mask, KIND: tl.constexpr):
-    """Load fp32 (KIND 2), or bf16 given as 16-bit patterns (KIND 1)."""
-    if KIND == 1:
-        x = (tl.load(pointer + offset, mask=mask, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def load_fp32(pointer, offset, end, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Load fp32 (KIND 2), or bf16 given as 16-bit patterns (KIND 1); zeros from `end` on, where MASKED."""
+    if MASKED:
+        x = tl.load(pointer + offset, mask=offset < end, other=0)
     else:
-        x = tl.load(pointer + offset, mask=mask, other=0.0)
+        x = tl.load(pointer + offset)
+    if KIND == 1:
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
-def load_sum(x_in, y_in, offset, numel, X: tl.constexpr, Y: tl.constexpr):
+def load_sum(x_in, y_in, offset, end, X: tl.constexpr, Y: tl.constexpr, MASKED: tl.constexpr):
     """Return x + y in fp32."""
-    x = load_fp32(x_in, offset, offset < numel, X)
+    x = load_fp32(x_in, offset, end, X, MASKED)
     if Y != 0:
-        x += load_fp32(y_in, offset, offset < numel, Y)
+        x += load_fp32(y_in, offset, end, Y, MASKED)
     return x
 
 
 @triton.jit
-def write_row(x, out, offset, numel, OUT: tl.constexpr):
+def store(pointer, offset, end, x, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + offset, x, mask=offset < end)
+    else:
+        tl.store(pointer + offset, x)
+
+
+@triton.jit
+def write_row(x, out, offset, end, OUT: tl.constexpr, MASKED: tl.constexpr):
     """Write x to out, and return it as it was written, in fp32."""
     if OUT == 1:
         # To nearest even by hand: the interpreter's own conversion truncates.
         bits = x.to(tl.int32, bitcast=True)
         kept = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         kept = tl.where(x == x, kept, 0x7FC0)
-        tl.store(out + offset, kept.to(tl.int16), mask=offset < numel)
+        store(out, offset, end, kept.to(tl.int16), MASKED)
         x = (kept << 16).to(tl.float32, bitcast=True)
     if OUT == 2:
-        tl.store(out + offset, x, mask=offset < numel)
+        store(out, offset, end, x, MASKED)
     return x
 
 
 @triton.jit
-def sum_tiles_kernel(
-    x_in, y_in, out, numel, tiles, LANES: tl.constexpr, ROWS: tl.constexpr,
-    X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, SQUARE: tl.constexpr,
+def sum_rows(
+    x_in, y_in, out, end, LANES: tl.constexpr, ROWS: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
+    """Write x + y, where wanted, and return the lanes' sums of squares, fp32 (LANES,)."""
     lane = tl.arange(0, LANES)
     sums = tl.zeros((LANES,), tl.float32)
     for row in range(0, ROWS, 8):
-        at = (tile * ROWS + row) * LANES + lane
-        x0 = load_sum(x_in, y_in, at, numel, X, Y)
-        x1 = load_sum(x_in, y_in, at + LANES, numel, X, Y)
-        x2 = load_sum(x_in, y_in, at + 2 * LANES, numel, X, Y)
-        x3 = load_sum(x_in, y_in, at + 3 * LANES, numel, X, Y)
-        x4 = load_sum(x_in, y_in, at + 4 * LANES, numel, X, Y)
-        x5 = load_sum(x_in, y_in, at + 5 * LANES, numel, X, Y)
-        x6 = load_sum(x_in, y_in, at + 6 * LANES, numel, X, Y)
-        x7 = load_sum(x_in, y_in, at + 7 * LANES, numel, X, Y)
-        x0 = write_row(x0, out, at, numel, OUT)
-        x1 = write_row(x1, out, at + LANES, numel, OUT)
-        x2 = write_row(x2, out, at + 2 * LANES, numel, OUT)
-        x3 = write_row(x3, out, at + 3 * LANES, numel, OUT)
-        x4 = write_row(x4, out, at + 4 * LANES, numel, OUT)
-        x5 = write_row(x5, out, at + 5 * LANES, numel, OUT)
-        x6 = write_row(x6, out, at + 6 * LANES, numel, OUT)
-        x7 = write_row(x7, out, at + 7 * LANES, numel, OUT)
-        sums += x0 * x0
-        sums += x1 * x1
-        sums += x2 * x2
-        sums += x3 * x3
-        sums += x4 * x4
-        sums += x5 * x5
-        sums += x6 * x6
-        sums += x7 * x7
-    if SQUARE:
-        tl.store(tiles + tile * LANES + lane, sums)
-
-
-@triton.jit
-def square_slabs_kernel(
-    tiles, num_tiles, slabs, LANES: tl.constexpr, SLAB_TILES: tl.constexpr, SLAB_LANES: tl.constexpr
-):
-    slab = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * SLAB_LANES + tl.arange(0, SLAB_LANES)
-    sums = tl.zeros((SLAB_LANES,), tl.float64)
-    for i in tl.static_range(SLAB_TILES):
-        tile = slab * SLAB_TILES + i
-        at = tile * LANES + lane
-        sums += tl.load(tiles + at, mask=at < num_tiles * LANES, other=0.0).to(tl.float64)
-    tl.store(slabs + slab * LANES + lane, sums)
+        at = row * LANES + lane
+        x0 = load_sum(x_in, y_in, at, end, X, Y, MASKED)
+        x1 = load_sum(x_in, y_in, at + LANES, end, X, Y, MASKED)
+        x2 = load_sum(x_in, y_in, at + 2 * LANES, end, X, Y, MASKED)
+        x3 = load_sum(x_in, y_in, at + 3 * LANES, end, X, Y, MASKED)
+        x4 = load_sum(x_in, y_in, at + 4 * LANES, end, X, Y, MASKED)
+        x5 = load_sum(x_in, y_in, at + 5 * LANES, end, X, Y, MASKED)
+        x6 = load_sum(x_in, y_in, at + 6 * LANES, end, X, Y, MASKED)
+        x7 = load_sum(x_in, y_in, at + 7 * LANES, end, X, Y, MASKED)
+        x0 = write_row(x0, out, at, end, OUT, MASKED)
+        x1 = write_row(x1, out, at + LANES, end, OUT, MASKED)
+        x2 = write_row(x2, out, at + 2 * LANES, end, OUT, MASKED)
+        x3 = write_row(x3, out, at + 3 * LANES, end, OUT, MASKED)
+        x4 = write_row(x4, out, at + 4 * LANES, end, OUT, MASKED)
+        x5 = write_row(x5, out, at + 5 * LANES, end, OUT, MASKED)
+        x6 = write_row(x6, out, at + 6 * LANES, end, OUT, MASKED)
+        x7 = write_row(x7, out, at + 7 * LANES, end, OUT, MASKED)
+        sums += (x0 * x0 + x1 * x1) + (x2 * x2 + x3 * x3)
+        sums += (x4 * x4 + x5 * x5) + (x6 * x6 + x7 * x7)
+    return sums
 
 
 @triton.jit
 def fold_pairs(x, N: tl.constexpr):
     """Add adjacent pairs: (N,) -> (N / 2,)."""
-    left, right = tl.split(tl.reshape(x, (N // 2, 2)))
-    return left + right
+    return tl.sum(tl.reshape(x, (N // 2, 2)), axis=1)
 
 
 @triton.jit
@@ -126,17 +114,32 @@ def fold_lanes(x):
     return fold_pairs(x, 2)
 
 
-@triton.jit(do_not_specialize=["num_slabs"])
-def square_total_kernel(slabs, num_slabs, out, LANES: tl.constexpr):
+@triton.jit
+def sum_tiles_kernel(
+    x_in, y_in, out, numel, values, LANES: tl.constexpr, ROWS: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    begin = tile.to(tl.int64) * (ROWS * LANES)
+    left = numel - begin
+    if left >= ROWS * LANES:
+        sums = sum_rows(x_in + begin, y_in + begin, out + begin, left, LANES, ROWS, X, Y, OUT, False)
+    else:
+        sums = sum_rows(x_in + begin, y_in + begin, out + begin, left, LANES, ROWS, X, Y, OUT, True)
+    if SQUARE:
+        tl.store(values + tile + tl.arange(0, 1), fold_lanes(sums.to(tl.float64)))
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def square_total_kernel(values, num_values, out, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
-    end = num_slabs * LANES
     sums = tl.zeros((LANES,), tl.float64)
-    for slab in range(0, num_slabs, 4):
-        at = slab * LANES + lane
-        x0 = tl.load(slabs + at)
-        x1 = tl.load(slabs + at + LANES, mask=at + LANES < end, other=0.0)
-        x2 = tl.load(slabs + at + 2 * LANES, mask=at + 2 * LANES < end, other=0.0)
-        x3 = tl.load(slabs + at + 3 * LANES, mask=at + 3 * LANES < end, other=0.0)
+    for first in range(0, num_values, 4 * LANES):
+        at = first + lane
+        x0 = tl.load(values + at, mask=at < num_values, other=0.0)
+        x1 = tl.load(values + at + LANES, mask=at + LANES < num_values, other=0.0)
+        x2 = tl.load(values + at + 2 * LANES, mask=at + 2 * LANES < num_values, other=0.0)
+        x3 = tl.load(values + at + 3 * LANES, mask=at + 3 * LANES < num_values, other=0.0)
         sums += x0
         sums += x1
         sums += x2
@@ -153,31 +156,29 @@ def sum_triton_into(
         out: as `norm.add_into`; None = only the squares are wanted.
         square: fp64, one element; None = not wanted.
     """
-    num_tiles, num_slabs = -(-x.numel() // TILE), count_slabs(x.numel())
-    tiles = torch.empty(num_tiles * LANES if square is not None else 0, dtype=torch.float32, device=x.device)
+    num_tiles = count_tiles(x.numel())
+    values = torch.empty(num_tiles if square is not None else 0, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
         if num_tiles:
             sum_tiles_kernel[(num_tiles,)](
-                _bits(x), _bits(x if y is None else y), _bits(x if out is None else out), x.numel(), tiles,
+                _bits(x), _bits(x if y is None else y), _bits(x if out is None else out), x.numel(), values,
                 LANES=LANES, ROWS=ROWS, X=_kind(x), Y=_kind(y), OUT=_kind(out), SQUARE=square is not None,
                 num_warps=num_warps, **EXACT,
             )  # fmt: skip
-        if square is None:
-            return
-        slabs = torch.empty(num_slabs * LANES, dtype=torch.float64, device=x.device)
-        if num_slabs:
-            square_slabs_kernel[(num_slabs, LANES // SLAB_LANES)](
-                tiles, num_tiles, slabs, LANES=LANES, SLAB_TILES=SLAB_TILES, SLAB_LANES=SLAB_LANES, num_warps=4, **EXACT
-            )
-        square_total_kernel[(1,)](slabs, num_slabs, square, LANES=LANES, num_warps=8, **EXACT)
+    if square is not None:
+        _total_into(values, square)
 
 
-def square_total_triton(rows: Tensor) -> Tensor:
-    """Do `norm.square_total` on whole rows of 1024, on a CUDA tensor or in the interpreter."""
-    out = rows.new_empty(())
-    with torch.cuda.device_of(rows):
-        square_total_kernel[(1,)](rows, rows.numel() // LANES, out, LANES=LANES, num_warps=8, **EXACT)
+def square_total_triton(squares: Tensor) -> Tensor:
+    """Do `norm.square_total` on a CUDA tensor or in the interpreter."""
+    out = squares.new_empty(())
+    _total_into(squares, out)
     return out
+
+
+def _total_into(values: Tensor, out: Tensor) -> None:
+    with torch.cuda.device_of(values):
+        square_total_kernel[(1,)](values, values.numel(), out, LANES=LANES, num_warps=8, **EXACT)
 
 
 def _bits(x: Tensor) -> Tensor:

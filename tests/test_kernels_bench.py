@@ -20,8 +20,16 @@ def test_benchmark_runs_and_reports_shares(monkeypatch: pytest.MonkeyPatch, tmp_
     rows = json.loads((tmp_path / "rows.json").read_text())
     measured = {row["what"] for row in rows if row["share"] is not None}
     assert measured >= {f"update, {kind}" for kind in bench_kernels.KINDS}
-    assert measured >= {"square sum, torch.bfloat16", "square sum, torch.float32"}
+    dtypes = ("bfloat16", "float32")
+    assert measured >= {f"square sum{of}, torch.{dtype}" for of in ("", " of blocks") for dtype in dtypes}
     assert all(row["gb_s"] > 0 for row in rows)
+
+
+def test_one_part_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_tiny(monkeypatch, "--only", "squares", "--json", str(tmp_path / "rows.json"))
+    measured = [row["what"] for row in json.loads((tmp_path / "rows.json").read_text()) if row["share"] is not None]
+    assert measured
+    assert all(what.startswith("square sum") for what in measured)
 
 
 def test_bytes_are_those_of_the_format() -> None:

@@ -1,4 +1,7 @@
-"""What the Triton compiler makes of the kernels, without a GPU: no contraction, no approximate division or root."""
+"""What the Triton compiler makes of the kernels, without a GPU: no contraction, no approximate division or root.
+
+The square sum must read 16 bytes at a time without a mask, and must not fold all lanes in every thread.
+"""
 
 import json
 import os
@@ -20,16 +23,15 @@ from lazytrain.kernels import adamw_triton, codec_triton, cross_entropy_triton, 
 POINTERS = dict(
     weights="*i16", lo="*i8", m_q="*i8", m_scale="*fp32", v_q="*u8", v_scale="*fp32", grads="*i16", m_io="*fp32",
     v_io="*fp32", coef_in="*fp32", m_in="*fp32", v_in="*fp32", m_out="*fp32", v_out="*fp32", x_in="*i16",
-    y_in="*fp32", tiles="*fp32", slabs="*fp64", out="*fp64",
+    y_in="*fp32", values="*fp64", out="*fp64",
     logits="*bf16", targets="*i64", losses="*fp32",
 )
 INTS = dict.fromkeys(
-    "num_groups groups_per_row cols numel dither num_tiles num_slabs row_stride num_cols ignore_index".split(), "i32"
+    "num_groups groups_per_row cols numel dither num_values row_stride num_cols ignore_index".split(), "i32"
 )
 TILES = dict(BLOCK_GROUPS=8, RAGGED=True)
 UPDATE = dict(**TILES, LO_BITS=8, GRADS_BF16=True, COEF_ON_DEVICE=True)
 SUMS = dict(LANES=1024, ROWS=64, X=1, Y=0, OUT=0, SQUARE=True)
-SLABS = dict(LANES=1024, SLAB_TILES=16, SLAB_LANES=128)
 # The compiler makes an argument of 1 a constant, where it may specialise.
 CASES = [
     (adamw_triton.adamw8bit_kernel, UPDATE),
@@ -41,7 +43,7 @@ CASES = [
     (codec_triton.dequantize_kernel, TILES),
     (norm_triton.sum_tiles_kernel, dict(SUMS, numel=1)),
     (norm_triton.sum_tiles_kernel, dict(SUMS, Y=2, OUT=2)),
-    (norm_triton.square_slabs_kernel, SLABS),
+    (norm_triton.sum_tiles_kernel, dict(SUMS, numel=2**20)),
     (norm_triton.square_total_kernel, dict(LANES=1024)),
     (cross_entropy_triton.cross_entropy_kernel, dict(BLOCK=4096)),
     (cross_entropy_triton.cross_entropy_kernel, dict(BLOCK=1, num_cols=1, row_stride=1)),
@@ -53,11 +55,13 @@ for kernel, constants in CASES:
         fn=kernel,
         signature={name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
     )
     options = dict(enable_fp_fusion=False, num_warps=4)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     names = sorted(set(re.findall(r"\\b(?:fma|mad|div|sqrt|rcp|rsqrt|add|sub|mul)\\.[a-z.]*f(?:32|64)", ptx)))
-    found.append((kernel.__name__, names))
+    reads = len(re.findall(r"^\\s*ld\\.global\\.v4\\.b32", ptx, re.MULTILINE))
+    found.append((kernel.__name__, names, reads, ptx.count("add.rn.f64")))
 json.dump(found, sys.stdout)
 """
 EXACT = {f"{name}.rn.{kind}" for name in ("add", "sub", "mul", "div", "sqrt") for kind in ("f32", "f64")}
@@ -77,7 +81,11 @@ def test_compiled_kernels_round_each_operation_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert len(results) == 13
-    for name, operations in results:
+    for name, operations, _, fp64_adds in results:
         if name != "cross_entropy_kernel":  # it promises a tolerance, not bits
             assert set(operations) <= EXACT, name
             assert operations, name
+        assert fp64_adds < 128, name  # 1023 where every thread folds all lanes
+    wide = [reads for name, _, reads, _ in results if name == "sum_tiles_kernel"]
+    assert wide[0] == 0  # a tensor of one element has no whole tile
+    assert min(wide[1:]) >= 8

@@ -18,7 +18,7 @@ import torch
 from lazytrain.kernels import native
 from lazytrain.kernels.adamw import AdamWHyper, adamw8bit_update_into, adamw_update_into
 from lazytrain.kernels.codec import GROUP, dequantize_moments, quantize_moments, reference_quantize_moments
-from lazytrain.kernels.norm import SLAB, TILE, reference_square_sum, square_sum
+from lazytrain.kernels.norm import MIN_TASK_TILES, TILE, reference_square_sum, square_sum
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_COMPILER = "/nonexistent/compiler"
@@ -234,7 +234,7 @@ def test_threads_keep_off_the_cores_that_launch_kernels() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAZYTRAIN_THREADS", "2")
-    x = torch.ones(20 * SLAB)
+    x = torch.ones(20 * MIN_TASK_TILES * TILE)
     truth = square_sum(x).item()
     child = os.fork()
     if child == 0:
