@@ -75,6 +75,7 @@ class Engine:
             programs=programs,
             lanes=self.lanes,
             loader=self.loader,
+            chunks_behind=plan.chunks_behind,
         )
         self.num_updates = 0
         self.live_step = 0

@@ -13,7 +13,6 @@ from lazytrain.homes import UnitHome
 from lazytrain.lanes import Ticket
 from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.programs import BlockPrograms
-from lazytrain.solver.memory import count_offloads_behind
 
 Fetched = Mapping[str, Sequence[Tensor]]
 
@@ -31,10 +30,10 @@ class Stash:
     `programs` holds each block's programs, one a microbatch.
     """
 
-    def __init__(self, activations: Activations, num_microbatches: int) -> None:
+    def __init__(self, activations: Activations, num_microbatches: int, chunks_behind: int) -> None:
         self.programs: dict[int, list[BlockPrograms]] = {}
         self._activations, self._num_microbatches = activations, num_microbatches
-        self._num_behind = count_offloads_behind(num_microbatches)
+        self._num_behind = chunks_behind
         self._boundaries: dict[Piece, Tensor] = {}
         self._residuals: dict[Piece, tuple[Tensor, ...]] = {}
         self._packs: dict[Piece, dict[str, Packed]] = {}

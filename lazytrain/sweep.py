@@ -37,7 +37,10 @@ class Visit(NamedTuple):
 
 @dataclass(kw_only=True)
 class Sweep:
-    """Forward and backward over the units of one model (see the head of this file)."""
+    """Forward and backward over the units of one model (see the head of this file).
+
+    `chunks_behind`: as in the plan.
+    """
 
     model: Model
     homes: Homes
@@ -46,6 +49,7 @@ class Sweep:
     programs: ProgramCache
     lanes: Lanes
     loader: Worker
+    chunks_behind: int
     _fetch_use: dict[int, Ticket] = field(default_factory=dict)
 
     def forward(
@@ -68,7 +72,7 @@ class Sweep:
         homes = self.homes.units
         prefetch = ahead or self._prefetch_forward(pending)
         prefetch.release()
-        stash, xs = Stash(self.activations, len(batches)), []
+        stash, xs = Stash(self.activations, len(batches), self.chunks_behind), []
         for position, home in enumerate(homes):
             arrival = prefetch.take(position)
             if pending is not None and pending.is_due(home):

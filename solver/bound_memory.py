@@ -6,16 +6,8 @@ from typing import NamedTuple
 from lazytrain.solver.budget import AWAY
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.linear import Affine, total
-from lazytrain.solver.memory import (
-    NUM_RING_BUFFERS,
-    align,
-    boundary_bytes,
-    chunk_sum_bytes,
-    count_offloads_behind,
-    residual_bytes,
-    sum_bytes,
-)
-from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
+from lazytrain.solver.memory import NUM_RING_BUFFERS, align, boundary_bytes, chunk_sum_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, least_chunks_behind
 from lazytrain.solver.problem import UnitCost
 from lazytrain.solver.rings import add_largest, add_some
 
@@ -61,7 +53,7 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
         kept.append(choice.boundary(lambda place, b=boundary: b if place == DEVICE else 0.0))  # type: ignore[misc]
         kept.append(choice.keep(lambda keep, b=bytes_of: b[keep] if keep.place == DEVICE else 0.0))  # type: ignore[misc]
     offload = add_largest(model, away)
-    behind = offload * count_offloads_behind(num)
+    behind = offload * least_chunks_behind(num)
     own_forward, own_backward = (add_largest(model, [some * sizes[i] for some, *sizes in own]) for i in (0, 1))
     counts = [len(kind.members) for kind in kinds]
     slots = _add_buffers(draft, [(draft.streamed[k], weights[k], counts[k]) for k in blocks], draft.prefetch_depth)

@@ -14,11 +14,10 @@ from lazytrain.solver.memory import (
     align,
     boundary_bytes,
     chunk_sum_bytes,
-    count_offloads_behind,
     residual_bytes,
     sum_bytes,
 )
-from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, least_chunks_behind
 from lazytrain.solver.rings import add_buffer, add_largest
 
 AWAY = (HOST, NVME)
@@ -38,7 +37,7 @@ def add_needs(draft: Draft) -> Needs:
     peak = draft.model.add_var()
     offload = _add_offload(draft)
     always = _device_always(draft) + offload * NUM_RING_BUFFERS
-    behind = offload * count_offloads_behind(draft.problem.num_microbatches)
+    behind = offload * least_chunks_behind(draft.problem.num_microbatches)
     for need in _device_positions(draft, behind):
         draft.model.add_at_least(peak, always + need)
     return Needs(device_peak=peak, host=_host(draft) + _nvme_staging(draft), nvme=_nvme(draft))

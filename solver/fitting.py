@@ -11,12 +11,11 @@ from lazytrain.solver.memory import (
     align,
     boundary_bytes,
     chunk_sum_bytes,
-    count_offloads_behind,
     moved_bytes,
     sum_bytes,
     work_out,
 )
-from lazytrain.solver.plan import CPU, NVME, UnitPlan
+from lazytrain.solver.plan import CPU, NVME, UnitPlan, least_chunks_behind
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.vectors import Decisions, Lookup
 
@@ -71,7 +70,7 @@ class Fitter:
         always += np.minimum(depths, (slots > 0).sum(axis=0)) * slots.max(axis=0)
         always += np.maximum(parts["slot"][0], parts["slot"][-1])
         always += np.minimum(NUM_RING_BUFFERS, (visits > 0).sum(axis=0)) * visits.max(axis=0)
-        offload = count_offloads_behind(self._problem.num_microbatches) * parts["moved"][inner].max(axis=0)
+        offload = least_chunks_behind(self._problem.num_microbatches) * parts["moved"][inner].max(axis=0)
         always += NUM_RING_BUFFERS * parts["moved"].max(axis=0)
         ring = NUM_RING_BUFFERS * parts["host_grads"][inner].max(axis=0)
         stored = ring + self._embed[1] * (parts["host_grads"][0] > 0)

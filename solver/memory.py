@@ -1,13 +1,14 @@
 """How many bytes a plan needs in each tier, at every position of a step: one function for planner, report and tests.
 
-Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatches (chunks), P the prefetch depth.
+Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatches (chunks), P the prefetch depth, B
+`chunks_behind`.
 
     device, always    resident weights and states + min(P, streamed blocks) weight slots + one slot for embed and head,
                       where one is streamed + min(2, visiting) update buffers + 2 fetch buffers (of one chunk's)
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
-                      + own residuals (one chunk's where they leave) + min(2, M) chunks' offloads in flight
+                      + own residuals (one chunk's where they leave) + B chunks' offloads in flight
                       + grads that wait for their turn to be updated + workspace
     device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
                       + workspace
@@ -19,7 +20,7 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
                       + two files for new versions per size of weights, per size of states, of the largest spilled
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NONE, NVME, Plan, UnitPlan
@@ -72,14 +73,6 @@ def chunk_sum_bytes(problem: Problem, unit: UnitCost) -> int:
     if problem.num_microbatches == 2 or is_fp32:
         return align(unit.grad_bytes)
     return sum_bytes(unit) + align(unit.grad_bytes)
-
-
-def count_offloads_behind(num_microbatches: int) -> int:
-    """Return of how many chunks the offloads may still be under way while the next chunk passes a block.
-
-    With one, a chunk that is cut out of a step would wait for the link at the start of every other block.
-    """
-    return min(num_microbatches, 2)
 
 
 def boundary_bytes(problem: Problem, unit: UnitCost) -> int:
@@ -137,7 +130,7 @@ class Accountant:
                 part = self._parts[u][decisions] = work_out(self._problem, self._units[u], decisions)
             parts.append(part)
         always = _device_always(plan, parts)
-        device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan.units, parts))
+        device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan, parts))
         host, nvme = sum(part.host for part in parts), sum(part.nvme for part in parts)
         if nvme:
             host += _nvme_staging(self._problem, plan)
@@ -149,13 +142,13 @@ class Accountant:
         """Return whether a plan fits in every tier."""
         return not find_shortage(self._problem, self.account(plan))
 
-    def _list_positions(self, plans: Sequence[UnitPlan], parts: "list[Part]") -> Iterator[tuple[str, int]]:
-        problem, inputs, sums, tied = self._problem, self._inputs, self._sums, self._tied
+    def _list_positions(self, plan: Plan, parts: "list[Part]") -> Iterator[tuple[str, int]]:
+        plans, problem, inputs, sums, tied = plan.units, self._problem, self._inputs, self._sums, self._tied
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
         waiting = sum(part.later for part in parts)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
         stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
-        offload, kept = count_offloads_behind(num) * max(part.moved for part in blocks), 0
+        offload, kept = plan.chunks_behind * max(part.moved for part in blocks), 0
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
         waiting -= parts[0].later

@@ -101,6 +101,7 @@ class Plan:
 
     Attributes:
         prefetch_depth: the number of weight slots.
+        chunks_behind: of how many chunks the offloads may still be under way while the next chunk passes a block.
         solver: statistics: status, gap, seconds, source ("milp" or "fallback:<name>") ...
         problem_digest: `Problem.digest` of the problem that was solved.
     """
@@ -115,6 +116,7 @@ class Plan:
     predicted: Predicted | None = None
     solver: Mapping[str, Any] = field(default_factory=dict)
     problem_digest: str = ""
+    chunks_behind: int = 1
 
     @cached_property
     def units(self) -> tuple[UnitPlan, ...]:
@@ -137,6 +139,7 @@ class Plan:
                 "plan anew"
             )
         check_number(self.prefetch_depth, "plan.prefetch_depth", low=2, high=64, integer=True)
+        check_number(self.chunks_behind, "plan.chunks_behind", low=1, high=self.num_microbatches, integer=True)
         for unit, decisions in zip(problem.units, self.units, strict=True):
             _validate_unit(unit, decisions, problem)
         lost = self.find_lost_boundary()
@@ -219,7 +222,16 @@ def make_plan(problem: Problem, units: Sequence[UnitPlan], prefetch_depth: int) 
         blocks=tuple(units[1:-1]),
         head=units[-1],
         problem_digest=problem.digest,
+        chunks_behind=least_chunks_behind(problem.num_microbatches),
     )
+
+
+def least_chunks_behind(num_microbatches: int) -> int:
+    """Return `Plan.chunks_behind` of plans that are compared.
+
+    With one, a chunk that is less than a step would wait for the link at the start of every other block.
+    """
+    return min(num_microbatches, 2)
 
 
 def find_runs(blocks: tuple[UnitPlan, ...]) -> Iterator[tuple[int, int, UnitPlan]]:

@@ -125,6 +125,16 @@ def solve(
     return _finish(pursuit, baselines, solver, seconds, gap)
 
 
+def use_slack(problem: Problem, plan: Plan) -> Plan:
+    """Return the plan with as many chunks' offloads under way as there is memory for, up to all chunks of a block.
+
+    The simulator moves all chunks of a block as one, and lets one block's be under way.
+    """
+    accountant = Accountant(problem)
+    wider = (replace(plan, chunks_behind=n) for n in range(plan.num_microbatches, plan.chunks_behind, -1))
+    return next(filter(accountant.fits, wider), plan)
+
+
 def _finish(pursuit: Pursuit, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:
     assert pursuit.best is not None
     first, relative = (baselines[0] if baselines else None), pursuit.gap
@@ -145,7 +155,8 @@ def _finish(pursuit: Pursuit, baselines: list[Baseline], solver: str, seconds: f
     is_fallback = solver == "none" or pursuit.source.startswith("fallback")
     code = "optimal" if is_proven else "fallback" if is_fallback else "feasible"
     statistics["status"] = code
-    plan = pursuit.best.with_prediction(simulate(pursuit.problem, pursuit.best).predicted, **statistics)
+    plan = use_slack(pursuit.problem, pursuit.best)
+    plan = plan.with_prediction(simulate(pursuit.problem, plan).predicted, **statistics)
     text = "no proven bound" if relative is None else f"no plan can be more than {relative:.1%} faster"
     message = f"{pursuit.source}, {text}, {seconds:.1f} s"
     return Result(plan=plan, code=code, message=message, statistics=statistics, baselines=tuple(baselines))

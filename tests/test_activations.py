@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from lazytrain.activations import Activations
 from lazytrain.homes import Homes
 from lazytrain.lanes import Lanes, Ticket, Worker
+from lazytrain.solver.plan import UnitPlan
+from lazytrain.stash import Piece, Stash
 
 
 class RecordingLanes(Lanes):
@@ -89,3 +92,18 @@ def test_parts_of_any_sizes_come_back() -> None:
         for turn, (part, pack) in enumerate(zip(parts, packs)):
             ((fetched,),), _ = activations.fetch([pack], turn, "block", None)
             assert torch.equal(fetched, part)
+
+
+@pytest.mark.parametrize("chunks_behind", [1, 2, 4])
+def test_a_chunk_waits_for_the_offload_that_leaves_room_for_its_own(chunks_behind: int) -> None:
+    activations, lanes = make_activations()
+    stash = Stash(activations, 4, chunks_behind)
+    home: Any = SimpleNamespace(plan=UnitPlan(boundary="host"), unit=SimpleNamespace(name="block"))
+    waited: list[Ticket | None] = []
+    for c in range(4):
+        for block in range(2):
+            waited.append(stash.take_oldest())
+            stash.put(Piece(block, c), home, torch.ones(1000), (), Ticket())
+    offloads = [ticket for name, ticket, _ in lanes.spans if name == "offload"]
+    assert waited == [None] * (chunks_behind + 1) + offloads[: 7 - chunks_behind]
+    assert stash.take_all() == offloads[7 - chunks_behind :]

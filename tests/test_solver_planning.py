@@ -20,7 +20,7 @@ from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.milp import Milp, build_milp
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
-from lazytrain.solver.planning import solve
+from lazytrain.solver.planning import solve, use_slack
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate, simulate_step_ms
 from lazytrain.solver.toys import make_toy_problem
@@ -252,3 +252,22 @@ def test_a_problem_that_cannot_beat_its_rival_is_not_searched() -> None:
     assert searched.statistics["num_evaluations"] > 1.5 * beaten.statistics["num_evaluations"]
     assert beaten.plan.predicted is not None
     assert beaten.plan.predicted.step_ms >= searched.statistics["bound_ms"]
+
+
+def test_as_many_offloads_are_under_way_as_memory_allows() -> None:
+    toy, chunk = make_toy_problem(4), 1 << 30  # activations are most of what there is
+    blocks = tuple(replace(block, boundary_bytes=chunk) for block in toy.blocks)
+    problem = replace(toy, num_microbatches=4, blocks=blocks)
+    leaving = UnitPlan(weights="host", states="host", grads="host", boundary="host")
+    plan = make_plan(problem, [UnitPlan(), *[leaving] * len(problem.blocks), UnitPlan()], 2)
+    assert plan.chunks_behind == 2
+
+    def fit_in(num_bytes: int) -> Plan:
+        hardware = replace(problem.hardware, device_memory_bytes=num_bytes, host_memory_bytes=1 << 50)
+        return use_slack(replace(problem, hardware=hardware), plan)
+
+    peaks = {n: account(problem, replace(plan, chunks_behind=n)).device_peak_bytes for n in (2, 3, 4)}
+    assert (peaks[3] - peaks[2], peaks[4] - peaks[2]) == (chunk, 2 * chunk)
+    assert [fit_in(peaks[n]).chunks_behind for n in (2, 3, 4)] == [2, 3, 4]
+    assert fit_in(peaks[3] - 1).chunks_behind == 2
+    assert fit_in(10 * peaks[4]).chunks_behind == problem.num_microbatches
