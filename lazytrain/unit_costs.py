@@ -1,7 +1,10 @@
 """The costs of one unit, measured: residual points, head, embed, updates; on random weights of the real shapes."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +20,8 @@ from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.solver.problem import ResidualPoint, UnitCost
 from lazytrain.sweep import embed_grads_into, head_grads_into
 from lazytrain.timer import Timer
+
+LEAST_SLOWDOWN = 1.05  # less is noise of the clock
 
 
 def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
@@ -71,7 +76,10 @@ def profile_block(
     timer: Timer,
     num_microbatches: int,
 ) -> UnitCost:
-    """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads."""
+    """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
+
+    On a GPU forward is measured beside updates on the CPU too, which make launches late.
+    """
     params = random_unit_params(unit, timer.device, dtype)
     layout = settings.layout(unit.params, dtype)
     dy_btd = torch.randn_like(x_btd) * 1e-3
@@ -79,6 +87,12 @@ def profile_block(
     sum_ms = _sum_ms(layout, num_microbatches, timer)
     points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
+    if timer.device.type == "cuda":
+        with _updates_on_cpu(layout, settings):
+            summed = tuple(
+                _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
+                for i, point in enumerate(summed)
+            )
     return _unit_cost(unit, layout, x_btd, summed, settings, timer)
 
 
@@ -157,6 +171,31 @@ def _end_point(forward_ms: float, backward: Callable[[], Any], timer: Timer) -> 
         backward_ms=timer.median_ms(backward),
         workspace_bytes=timer.extra_bytes(backward) or 0,
     )
+
+
+def _slow_down(point: ResidualPoint, forward_ms: float) -> ResidualPoint:
+    if forward_ms < LEAST_SLOWDOWN * point.forward_ms:
+        return point
+    return replace(point, forward_ms=forward_ms, quiet_forward_ms=point.forward_ms)
+
+
+@contextmanager
+def _updates_on_cpu(layout: UnitLayout, settings: AdamWSettings) -> Iterator[None]:
+    """Have the CPU update a unit again and again meanwhile."""
+    update, stopped = make_update(layout, settings, torch.device("cpu")), threading.Event()
+
+    def run() -> None:
+        while not stopped.is_set():
+            update()
+
+    update()
+    with ThreadPoolExecutor(1, thread_name_prefix="update load") as pool:
+        updating = pool.submit(run)
+        try:
+            yield
+        finally:
+            stopped.set()
+        updating.result()
 
 
 def _sum_ms(layout: UnitLayout, num_microbatches: int, timer: Timer) -> float:

@@ -54,18 +54,20 @@ class ResidualPoint:
 
     Point 0 keeps nothing: `residual_bytes` is 0 and `backward_ms` includes the recompute.
     `workspace_bytes` is what forward or backward needs beside inputs and outputs, the larger of the two.
+    `forward_ms` is beside updates on the CPU, which may make launches late; `quiet_forward_ms` without; 0 = the same.
     """
 
     residual_bytes: int
     forward_ms: float
     backward_ms: float
     workspace_bytes: int
+    quiet_forward_ms: float = 0.0
 
     def validate(self, where: str) -> None:
         """Raise `PlannerError` for a number that can't be."""
         for name in ("residual_bytes", "workspace_bytes"):
             check_number(getattr(self, name), f"{where}.{name}", low=0, high=MAX_BYTES, integer=True)
-        for name in ("forward_ms", "backward_ms"):
+        for name in ("forward_ms", "backward_ms", "quiet_forward_ms"):
             check_number(getattr(self, name), f"{where}.{name}", low=0, high=MAX_MS)
 
 
@@ -106,6 +108,11 @@ class UnitCost:
             point.validate(f"{where}.points[{index}]")
         if self.points[0].residual_bytes != 0:
             raise PlannerError(f"{where}.points[0].residual_bytes is {self.points[0].residual_bytes}; it must be 0")
+
+    def without_cpu_updates(self) -> "UnitCost":
+        """Return the unit's costs where the CPU updates nothing meanwhile."""
+        points = (replace(point, forward_ms=point.quiet_forward_ms or point.forward_ms) for point in self.points)
+        return replace(self, points=tuple(points))
 
     @classmethod
     def from_dict(cls, data: object, where: str) -> "UnitCost":
@@ -215,12 +222,13 @@ class Problem:
         return (self.embed, *self.blocks, self.head)
 
     def without_cpu_updates(self) -> "Problem | None":
-        """Return the problem in which the CPU updates nothing and copies are faster; None where that is no choice."""
+        """Return the problem in which the CPU updates nothing: copies and launches are faster; None if not a choice."""
         link = self.hardware.quiet_link_gbs
         if not (self.allow_cpu_update and self.allow_device_update) or link <= self.hardware.h2d_gbs:
             return None
         hardware = replace(self.hardware, h2d_gbs=link, d2h_gbs=max(link, self.hardware.d2h_gbs))
-        return replace(self, hardware=hardware, allow_cpu_update=False)
+        blocks = tuple(block.without_cpu_updates() for block in self.blocks)
+        return replace(self, hardware=hardware, blocks=blocks, allow_cpu_update=False)
 
     @cached_property
     def digest(self) -> str:

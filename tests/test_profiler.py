@@ -3,12 +3,15 @@
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from toys import make_batch, make_model
 
-from lazytrain import adamw8bit, links
+from lazytrain import adamw8bit, links, unit_costs
+from lazytrain.gradients import add_microbatch
 from lazytrain.planning import choose_plan, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
@@ -88,6 +91,49 @@ def test_a_link_that_is_faster_without_cpu_updates_is_a_variant_of_its_own() -> 
     steps = [other.plan.predicted.step_ms for other in others if other is not None and other.plan.predicted is not None]
     assert planned.plan.predicted is not None
     assert planned.plan.predicted.step_ms == min(steps)
+
+
+def test_forward_beside_updates_on_the_cpu_is_slower_by_what_was_measured() -> None:
+    problem = make_profiler().problem(1)
+    point = replace(problem.blocks[0].points[0], forward_ms=2.0)
+    assert unit_costs._slow_down(point, 2.05) is point, "noise"
+    slow = unit_costs._slow_down(point, 3.0)
+    assert (slow.forward_ms, slow.quiet_forward_ms) == (3.0, 2.0)
+    blocks = tuple(replace(block, points=(slow, *block.points[1:])) for block in problem.blocks)
+    hardware = replace(problem.hardware, h2d_gbs=10.0, quiet_link_gbs=15.0)
+    variant = replace(problem, hardware=hardware, blocks=blocks).without_cpu_updates()
+    assert variant is not None
+    assert [point.forward_ms for point in variant.blocks[0].points[:2]] == [2.0, blocks[0].points[1].forward_ms]
+
+
+def test_updates_beside_a_measurement_end_with_it() -> None:
+    profiler = make_profiler()
+    layout, before = profiler.settings.layout(profiler.model.blocks[0].params, torch.float32), threading.active_count()
+    with unit_costs._updates_on_cpu(layout, profiler.settings):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    with pytest.raises(KeyboardInterrupt), unit_costs._updates_on_cpu(layout, profiler.settings):
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_backward_includes_the_sum_of_grads(num_microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    squares: list[bool] = []
+
+    def add(total: torch.Tensor | None, flat: torch.Tensor, square: torch.Tensor | None) -> torch.Tensor:
+        squares.append(square is not None)
+        return add_microbatch(total, flat, square)
+
+    monkeypatch.setattr(unit_costs, "add_microbatch", add)
+    profiler = make_profiler()
+    layout = profiler.settings.layout(profiler.model.blocks[0].params, torch.float32)
+    timer: Any = SimpleNamespace(device=torch.device("cpu"), median_ms=lambda work: work() or 10.0)
+    assert unit_costs._sum_ms(layout, num_microbatches, timer) == 10.0 / num_microbatches
+    assert squares == [False] * (num_microbatches - 1) + [True]
+    monkeypatch.setattr(unit_costs, "_sum_ms", lambda *_: 1e6)
+    problem = profiler.problem(num_microbatches)
+    assert all(point.backward_ms > 1e6 > point.forward_ms for point in problem.blocks[0].points)
 
 
 def test_compiling_is_a_phase_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
