@@ -2,6 +2,7 @@
 
     python -m lazytrain.recipes.compare_optimizers finetune --model DIR --data FILE --eval-data FILE [--seeds 0 1 2]
     python -m lazytrain.recipes.compare_optimizers scratch [--steps 2000]
+    python -m lazytrain.recipes.compare_optimizers compare OUT/finetune.json...
 
 `finetune`: a trained model on math problems (without --model the embedded ones, whose weights are random): final
 training loss, held-out loss, exact match. `scratch`: a model of 34M parameters from random weights, beta2 = 0.999, on
@@ -15,6 +16,9 @@ Plain PyTorch on one device: loss by autograd through the model's blocks (with -
 model), mean over the step's target tokens, the norm clipped to 1. `finetune` takes the recipe's rows in the recipe's
 order, so that `finetune --optimizers torch --forward transformers` is the main recipe by other code: `losses` in
 OUT/finetune.json beside the recipe's metrics.jsonl. `--tiny` is a smoke test.
+
+`compare` puts together what several such programs wrote, each in an --out of its own: one GPU has room for all runs at
+once, and one run of a small model is bound by launches.
 """
 
 import argparse
@@ -29,7 +33,7 @@ import torch
 
 from lazytrain.base import Model
 from lazytrain.configuration import parse_config
-from lazytrain.errors import LazyTrainError
+from lazytrain.errors import ConfigError, DataError, LazyTrainError
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.default_model import END_TOKEN, PAD_TOKEN, make_tokenizer
 from lazytrain.recipes.encoding import Encoded, encode_rows
@@ -141,7 +145,8 @@ def compare(command: str, outcomes: list[Outcome]) -> None:
             if not pairs or pairs[0][0] is None:
                 continue
             ours, truth = (statistics.mean(side) for side in zip(*pairs))
-            low, high = min(t for _, t in pairs), max(t for _, t in pairs)
+            spread = [getattr(o, what) for o in theirs.values()]
+            low, high = min(spread), max(spread)
             line = f"{kind:13s} {what:14s} mean {ours:.5f}, torch {truth:.5f} (seeds {low:.5f} to {high:.5f})"
             if command == "scratch":
                 worst = max(abs(a / b - 1) for a, b in pairs)
@@ -151,9 +156,36 @@ def compare(command: str, outcomes: list[Outcome]) -> None:
                 print(f"{line}: {'inside' if low <= ours <= high else 'OUTSIDE'} the spread of torch's seeds")
 
 
+def read_outcomes(paths: list[Path]) -> tuple[str, list[Outcome]]:
+    """Return the command that wrote the files, and all their outcomes, in order of kind and seed.
+
+    Raises:
+        ConfigError: none given, of different commands, or no such file.
+        DataError: a file that this program did not write, or the same run twice.
+    """
+    commands = sorted({path.stem for path in paths})
+    if len(commands) != 1 or commands[0] not in ("finetune", "scratch"):
+        raise ConfigError(f"compare takes finetune.json files or scratch.json files, got {', '.join(map(str, paths))}")
+    found: dict[tuple[int, int], Outcome] = {}
+    for path in paths:
+        try:
+            rows = [Outcome(**row) for row in json.loads(path.read_text())]
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path} is not what this program writes: {error}") from error
+        for row in rows:
+            key = KINDS.index(row.kind), row.seed
+            if key in found:
+                raise DataError(f"{path}: {row.kind}, seed {row.seed} is in another file, too; name one of the two")
+            found[key] = row
+    return commands[0], [found[key] for key in sorted(found)]
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("finetune", "scratch"))
+    parser.add_argument("command", choices=("finetune", "scratch", "compare"))
+    parser.add_argument("files", nargs="*", type=Path, help="compare: what the others wrote")
     parser.add_argument("--optimizers", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2 (finetune), 0 (scratch)")
     parser.add_argument("--model", type=Path)
@@ -167,6 +199,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", choices=("blocks", "transformers"), default="blocks", help="finetune: whose model")
     parser.add_argument("--lr", type=float, help="default: 2e-5 for a model, 1e-3 from scratch")
     parser.add_argument("--eval-limit", type=int, help="problems to answer; 0: none; default: all held-out ones")
+    parser.add_argument("--eval-batch-size", type=int, help="problems answered at a time; default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/compare_optimizers"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -183,15 +216,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all optimizers and seeds; return the exit code."""
-    options, outcomes = parse(arguments), []
+    """Run all optimizers and seeds, or compare what was run; return the exit code."""
+    options = parse(arguments)
+    outcomes: list[Outcome] = []
     try:
+        if options.command == "compare":
+            options.command, outcomes = read_outcomes(options.files)
+            for outcome in outcomes:
+                print(describe(outcome))
+            compare(options.command, outcomes)
+            return 0
         make_directory(options.out, "--out")
         for seed in options.seeds:
             task = (finetune_task if options.command == "finetune" else scratch_task)(options, seed)
             for kind in options.optimizers:
                 try:
-                    outcomes.append(train(kind, task, seed, torch.device(options.device), options.eval_limit))
+                    device, rows_at_once = torch.device(options.device), options.eval_batch_size
+                    outcomes.append(train(kind, task, seed, device, options.eval_limit, rows_at_once))
                 except ImportError as error:
                     print(f"{kind:13s} left out: {error}", flush=True)
                     continue

@@ -91,6 +91,22 @@ def make_optimizer(kind: str, named: list[tuple[str, torch.nn.Parameter]], lr: f
     return Other(params, lr=lr, weight_decay=decay)
 
 
+def set_lr(optimizer: Any, lr: float) -> None:
+    """Set the learning rate; torchao's is a tensor that must stay one, else it compiles anew."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def stored_bytes(x: Tensor) -> int:
+    """Return the size of a tensor, or of the tensors that a subclass (torchao's states) is made of."""
+    if not hasattr(x, "__tensor_flatten__"):
+        return x.nbytes
+    return sum(stored_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+
+
 def loss_sum(model: Model, weights: dict[str, Tensor], batch: Batch) -> Tensor:
     """Return the fp32 sum of -log p over the batch's targets."""
     x_btd = model.embed.fn(unit_params(model.embed, weights), batch)
@@ -135,8 +151,10 @@ def working_weights(params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -
     return {name: p.to(dtype) for name, p in params.items()}
 
 
-def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | None) -> Outcome:
-    """Do one run."""
+def train(
+    kind: str, task: Task, seed: int, device: torch.device, limit: int | None, answer_rows: int | None = None
+) -> Outcome:
+    """Do one run; `limit` problems are answered (None: all, 0: none), so many rows at a time (None: all at once)."""
     torch.manual_seed(seed)
     model = transformer_model(task.config)
     dtype = task.dtype if kind.startswith("8bit") else torch.float32
@@ -159,8 +177,7 @@ def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | N
         (total / num_targets).backward()
         losses.append(total.detach() / num_targets)
         marks[-1].append(clock(device))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
+        set_lr(optimizer, schedule(step))
         if isinstance(optimizer, Adam8bit):
             optimizer.step(clip_coef=optimizer.measure_clip(MAX_GRAD_NORM).coef)
         else:
@@ -169,8 +186,10 @@ def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | N
         optimizer.zero_grad(set_to_none=True)
         marks[-1].append(clock(device))
     weights = {name: value.detach() for name, value in working_weights(params, task.dtype).items()}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # several runs may share the device, and answering takes other sizes
     last = losses[-max(1, task.num_steps // 10) :]
-    exact = answer(model, weights, task, device, limit) if task.job and limit != 0 else None
+    exact = answer(model, weights, task, device, limit, answer_rows) if task.job and limit != 0 else None
     tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     masters = [] if kind.startswith("8bit") else list(params.values())
     middle = marks[min(WARM_UP_STEPS, len(marks) - 1) :]
@@ -182,7 +201,7 @@ def train(kind: str, task: Task, seed: int, device: torch.device, limit: int | N
         exact_match=exact,
         step_ms=statistics.median(elapsed_ms(a, c) for a, _, c in middle),
         optimizer_ms=statistics.median(elapsed_ms(b, c) for _, b, c in middle),
-        state_bytes=sum(x.nbytes for x in (*tensors, *masters)),
+        state_bytes=sum(stored_bytes(x) for x in (*tensors, *masters)),
         losses=tuple(torch.stack(losses).tolist()),
     )
 
@@ -211,7 +230,14 @@ def held_out_loss(model: Model, weights: dict[str, Tensor], task: Task, device: 
 
 
 @torch.no_grad()
-def answer(model: Model, weights: dict[str, Tensor], task: Task, device: torch.device, limit: int | None) -> float:
+def answer(
+    model: Model,
+    weights: dict[str, Tensor],
+    task: Task,
+    device: torch.device,
+    limit: int | None,
+    num_rows: int | None = None,
+) -> float:
     """Return the share of held-out problems that greedy generation solves."""
     job = task.job
     assert job is not None
@@ -224,7 +250,7 @@ def answer(model: Model, weights: dict[str, Tensor], task: Task, device: torch.d
         max_new_tokens=job.settings.max_new_tokens,
         stop_ids=job.special.stop_ids,
         pad_id=job.special.pad_id,
-        batch_size=len(rows),
+        batch_size=num_rows or len(rows),
         device=device,
         dtype=task.dtype,
     )

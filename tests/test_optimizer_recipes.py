@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lazytrain.recipes import bench_optimizer, compare_optimizers, metamathqa
+from lazytrain.recipes import bench_optimizer, compare_optimizers, metamathqa, plain_training
 from lazytrain.recipes.default_model import write_default_model
 from lazytrain.recipes.plain_training import Outcome
 from lazytrain.recipes.rows import load_rows
@@ -104,3 +105,59 @@ def test_verdict_follows_from_the_numbers(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(verdict in line for line in lines)
+
+
+def test_one_seed_is_held_against_the_spread_of_all_of_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [make_outcome("torch", seed, loss) for seed, loss in enumerate((1.0, 1.1))]
+    compare_optimizers.compare("finetune", [*outcomes, make_outcome("bitsandbytes", 0, 1.05)])
+    assert all("inside" in line for line in capsys.readouterr().out.splitlines())
+
+
+def write_outcomes(folder: Path, *outcomes: Outcome, command: str = "finetune") -> str:
+    folder.mkdir()
+    path = folder / f"{command}.json"
+    path.write_text(json.dumps([outcome._asdict() for outcome in outcomes]))
+    return str(path)
+
+
+def test_runs_of_several_programs_are_compared_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"8bit": (1.05, 1.05), "torch": (1.0, 1.1)}
+    files = [
+        write_outcomes(tmp_path / f"{kind}{seed}", make_outcome(kind, seed, loss))
+        for kind, pair in losses.items()
+        for seed, loss in enumerate(pair)
+    ]
+    assert compare_optimizers.main(["compare", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["torch"] * 2 + ["8bit"] * 4
+    assert all("inside the spread" in line for line in lines[4:])
+    twice = write_outcomes(tmp_path / "twice", make_outcome("torch", 1, 1.0))
+    assert compare_optimizers.main(["compare", *files, twice]) == 2
+    assert "torch, seed 1 is in another file" in capsys.readouterr().err
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_outcomes(tmp_path / "a", make_outcome("torch", 0, 1.0))
+    other = write_outcomes(tmp_path / "b", make_outcome("8bit", 0, 1.0), command="scratch")
+    bad = tmp_path / "finetune.json"
+    bad.write_text('[{"kind": "torch"}]')
+    cases = {(good, other): "compare takes", (): "compare takes", (str(bad),): "not what this program writes"}
+    cases[(str(tmp_path / "c" / "finetune.json"),)] = "No such file"
+    for files, text in cases.items():
+        assert compare_optimizers.main(["compare", *files]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    groups = [{"lr": torch.tensor(1.0)}, {"lr": 1.0}]
+    kept = groups[0]["lr"]
+    plain_training.set_lr(SimpleNamespace(param_groups=groups), 0.5)
+    assert groups[0]["lr"] is kept
+    assert [float(group["lr"]) for group in groups] == [0.5, 0.5]
+
+
+def test_bytes_of_a_subclass_are_those_of_its_parts() -> None:
+    codes, scales = torch.zeros(100, dtype=torch.uint8), torch.zeros(10)
+    parts = SimpleNamespace(codes=codes, scales=scales, __tensor_flatten__=lambda: (["codes", "scales"], None))
+    assert plain_training.stored_bytes(parts) == 140  # type: ignore[arg-type]
+    assert plain_training.stored_bytes(scales) == 40
