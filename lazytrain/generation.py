@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lazytrain.base import Context, Model, Params, Unit
 from lazytrain.configuration import ModelConfig
@@ -27,6 +28,8 @@ from lazytrain.vocabulary import CausalHead, check_token_ids
 TOKENS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 4}
 # Finished rows leave the batch once they are this share of it: leaving copies the cache once.
 DROP_SHARE = 0.125
+# Not cuDNN's, which torch would take first on Hopper: it builds a plan for every new length, so at every token.
+ATTENTION_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 GetParams = Callable[[Unit], Params]
 
@@ -74,7 +77,8 @@ def generate(
         indices = by_length[first : first + batch_size]
         tokens_bt, num_padding_b = _pad_left([prompts[index] for index in indices], pad_id)
         rows = _Rows.start(model, config, tokens_bt, num_padding_b, max_new_tokens, torch.device(device), dtype)
-        made_bt = _continue_rows(model, get_params, rows, max_new_tokens, stop_ids, progress)
+        with sdpa_kernel(ATTENTION_KERNELS):
+            made_bt = _continue_rows(model, get_params, rows, max_new_tokens, stop_ids, progress)
         for index, made in zip(indices, made_bt.tolist()):
             texts[index] = _cut_after_stop(made, set(stop_ids))
     return texts

@@ -225,6 +225,22 @@ def test_bf16_runs_and_continues_in_bf16() -> None:
     assert [len(tokens) for tokens in texts] == [NUM_NEW] * 8
 
 
+def test_attention_has_no_kernel_that_is_planned_for_each_length() -> None:
+    model, config, get_params = make_model("llama")
+    enabled = set()
+
+    def look(unit: Unit) -> Params:
+        enabled.add(torch.backends.cuda.cudnn_sdp_enabled())
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        return get_params(unit)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    run(model, config, look)
+    assert enabled == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before, "training goes on with what it was profiled with"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
