@@ -188,13 +188,25 @@ def test_every_unit_is_asked_for_once_a_token_in_forward_order() -> None:
     assert asked == [unit.name for unit in model.units] * 3
 
 
-def test_progress_counts_every_prompt_once() -> None:
+def test_progress_is_told_before_each_token_and_may_end_it() -> None:
     model, config, get_params = make_model("llama")
-    stop_ids = [tokens[2] for tokens in run(model, config, get_params)[:3]]
-    counts: list[int] = []
-    run(model, config, get_params, stop_ids=stop_ids, batch_size=5, progress=counts.append)
-    assert sum(counts) == len(PROMPTS)
-    assert all(count > 0 for count in counts)
+    numbers: list[int] = []
+    run(model, config, get_params, batch_size=5, progress=numbers.append)
+    assert numbers == [*range(1, NUM_NEW + 1)] * 2
+
+    asked: list[str] = []
+
+    def stop(number: int) -> None:
+        if number == 3:
+            raise KeyboardInterrupt
+
+    def watched(unit: Unit) -> Params:
+        asked.append(unit.name)
+        return get_params(unit)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, config, watched, progress=stop)
+    assert asked == [unit.name for unit in model.units] * 2
 
 
 def test_nothing_to_do_gives_empty_texts() -> None:
