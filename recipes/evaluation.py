@@ -56,7 +56,7 @@ def evaluate(
     )
     texts = made_file.texts[: len(made_file.texts) // size * size]  # whole batches: others would be cut in other ones
     start_s, num_tokens = time.perf_counter(), 0
-    rate = []
+    rate: list[str] = []
     with progress_bar(f"exact match {label}", len(rows), unit="problems", initial=len(texts)) as bar:
 
         def follow(token: int) -> None:
