@@ -147,6 +147,8 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             return
         export_state(state, job.model_dir, options.out / "model")
         after = evaluate(state, job, options, "after training", options.out / "samples.jsonl", stop)
+        if stop.requested and after is None:
+            say("stopped in the evaluation after training: the model is complete, --resume auto goes on from it")
         scores = {name: score for name, score in (("before", before), ("after", after)) if score is not None}
         trackers.log(state.step, {f"exact_match/{name}": score.exact_match for name, score in scores.items()})
     write_outcome(options.out, planned, spans, scores, tiers, say)
