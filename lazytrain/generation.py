@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lazytrain.base import Context, Model, Params, Unit
 from lazytrain.configuration import ModelConfig
@@ -27,6 +28,8 @@ from lazytrain.vocabulary import CausalHead, check_token_ids
 TOKENS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 4}
 # Finished rows leave the batch once they are this share of it: leaving copies the cache once.
 DROP_SHARE = 0.125
+# Not cuDNN's, which torch would take first on Hopper: it builds a plan for every new length, so at every token.
+ATTENTION_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 GetParams = Callable[[Unit], Params]
 
@@ -55,7 +58,7 @@ def generate(
         stop_ids: tokens that end a text (`load_stop_ids`).
         pad_id: fills short rows; it is never attended to, so any valid id will do.
         batch_size: rows at a time.
-        progress: called with the number of texts finished since its last call.
+        progress: called before each token with its number in the batch, from 1; what it raises ends the generation.
     Returns:
         The new tokens of each prompt, in the prompts' order, the stop token included where one was made.
     Memory: 2 blocks b g (longest prompt + max_new_tokens) k elements for the cache, b v for logits.
@@ -74,7 +77,8 @@ def generate(
         indices = by_length[first : first + batch_size]
         tokens_bt, num_padding_b = _pad_left([prompts[index] for index in indices], pad_id)
         rows = _Rows.start(model, config, tokens_bt, num_padding_b, max_new_tokens, torch.device(device), dtype)
-        made_bt = _continue_rows(model, get_params, rows, max_new_tokens, stop_ids, progress)
+        with sdpa_kernel(ATTENTION_KERNELS):
+            made_bt = _continue_rows(model, get_params, rows, max_new_tokens, stop_ids, progress)
         for index, made in zip(indices, made_bt.tolist()):
             texts[index] = _cut_after_stop(made, set(stop_ids))
     return texts
@@ -184,8 +188,10 @@ def _continue_rows(
     made_bt = torch.full((num_rows, max_new_tokens), -1, dtype=torch.int64, device=device)
     stops_n = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
     finished_b = torch.zeros(num_rows, dtype=torch.bool, device=device)
-    num_reported, between_looks = 0, TOKENS_BETWEEN_LOOKS.get(device.type, 1)
+    between_looks = TOKENS_BETWEEN_LOOKS.get(device.type, 1)
     for step in range(max_new_tokens):
+        if progress is not None:
+            progress(step + 1)
         next_b = _next_tokens(model, get_params, rows)
         rows.tokens_bt = next_b[:, None]
         made_bt[rows.index_b, step] = next_b
@@ -193,15 +199,10 @@ def _continue_rows(
         if (step + 1) % between_looks == 0:
             kept_n = (~finished_b).nonzero().squeeze(1)
             if len(kept_n) <= (1 - DROP_SHARE) * len(finished_b):
-                if progress is not None:
-                    progress(len(finished_b) - len(kept_n))
-                num_reported += len(finished_b) - len(kept_n)
                 rows.keep(kept_n)
                 finished_b = finished_b[kept_n]
             if len(kept_n) == 0:
                 break
-    if progress is not None and num_reported < num_rows:
-        progress(num_rows - num_reported)
     return made_bt.cpu()
 
 

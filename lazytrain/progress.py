@@ -11,6 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 PLAIN_INTERVAL_S = 10.0
+REDRAW_INTERVAL_S = 0.5
 NARROWEST = 20  # columns: less is no width, but a terminal that tells none
 
 
@@ -28,14 +29,21 @@ class Progress:
             self._bar = tqdm(total=total, initial=initial, desc=label, unit=unit, file=stream, dynamic_ncols=True)
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Count `count` more units of work; `note` stands below the bar, or at the end of the line."""
+        """Count `count` more units of work; `note` stands below the bar, or at the end of the line.
+
+        0 units show that work goes on inside of one.
+        """
         self._done += count
         self._note = note
+        now_s = time.perf_counter()
         if self._bar is not None:
-            if self._bar.update(count):  # drawn now, and not too soon after the last time
+            drawn = self._bar.update(count)  # now, and not too soon after the last time
+            if not drawn and count == 0 and now_s - self._last_s >= REDRAW_INTERVAL_S:
+                drawn = self._bar.refresh()
+            if drawn:
+                self._last_s = now_s
                 self._show()
             return
-        now_s = time.perf_counter()
         if now_s - self._last_s >= self._interval_s or self._done == self._total:
             self._last_s = now_s
             self.write(self._line(now_s, note))

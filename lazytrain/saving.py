@@ -4,6 +4,7 @@ A checkpoint is a model directory that other tools load (weights, index, config,
 `lazytrain.store_units` has the names.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Model
-from lazytrain.checkpoint import Checkpoint, count_checkpoints, latest_valid
+from lazytrain.checkpoint import Checkpoint, count_checkpoints, find_checkpoints, latest_valid
 from lazytrain.durable import can_link, explain_os_error
 from lazytrain.errors import CheckpointError, MemoryBudgetError
 from lazytrain.export import MAX_SHARD_BYTES, ExportPlan, check_target, encode_index, export_model, plan_export
@@ -140,17 +141,7 @@ def resume_state(
     checkpoint = latest_valid(run_dir)
     if checkpoint is None:
         return None
-    saved = _read_meta(checkpoint)
-    for name, value in meta.items():
-        if saved.run.get(name) != value:
-            raise CheckpointError(
-                f"{checkpoint.path} was saved with {name} = {saved.run.get(name)!r}, this run has {value!r}. "
-                "Run with the same options, or start in another --out directory."
-            )
-    if saved.dtype != str(step.dtype):
-        raise CheckpointError(
-            f"{checkpoint.path} holds {saved.dtype} weights, this run works in {step.dtype}. Give the same --dtype."
-        )
+    saved = _read_agreeing(checkpoint, meta, step.dtype)
 
     def fill(home: UnitHome, weights: Tensor, slab: Tensor) -> None:
         _fill_unit_into(checkpoint, saved, home, weights, slab)
@@ -162,6 +153,41 @@ def resume_state(
         seed=saved.seed,
         progress=progress,
     )
+
+
+def check_resumable(run_dir: Path, meta: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Refuse early, by the manifests alone, what `resume_state` would refuse after profiling and planning.
+
+    Raises:
+        CheckpointError: no checkpoint with an intact manifest agrees; tells of the newest.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `resume_state` will name the broken ones
+        found = find_checkpoints(run_dir)
+    refusals = []
+    for checkpoint in found:
+        try:
+            _read_agreeing(checkpoint, meta, dtype)
+            return
+        except CheckpointError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+
+
+def _read_agreeing(checkpoint: Checkpoint, meta: Mapping[str, Any], dtype: torch.dtype) -> "_SavedMeta":
+    saved = _read_meta(checkpoint)
+    for name, value in meta.items():
+        if saved.run.get(name) != value:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved with {name} = {saved.run.get(name)!r}, this run has {value!r}. "
+                "Run with the same options, or start in another --out directory."
+            )
+    if saved.dtype != str(dtype):
+        raise CheckpointError(
+            f"{checkpoint.path} holds {saved.dtype} weights, this run works in {dtype}. Give the same --dtype."
+        )
+    return saved
 
 
 class _SavedMeta(NamedTuple):

@@ -16,8 +16,13 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown != message:
             first = unknown.split()[0].partition("=")[0]
             message = f"unknown option {first}{suggest(first, self._option_string_actions)}"
-        print(f"error: {message}; see {self.prog} --help", file=sys.stderr)
+        print(f"error: {end_sentence(message)} See {self.prog} --help", file=sys.stderr)
         sys.exit(2)
+
+
+def end_sentence(text: str) -> str:
+    """Return a text with a full stop behind it, where it has no end yet."""
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from lazytrain import __version__
-from lazytrain.recipes.arguments import suggest
+from lazytrain.recipes.arguments import end_sentence, suggest
 
 
 class Command(NamedTuple):
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lazytrain {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"error: unknown command {name!r}{suggest(name, COMMANDS)}; see lazytrain --help", file=sys.stderr)
+        text = end_sentence(f"unknown command {name!r}{suggest(name, COMMANDS)}")
+        print(f"error: {text} See lazytrain --help", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     return int(import_module(command.module).main([*command.first, *rest]))

@@ -27,13 +27,18 @@ from lazytrain.trainer import TrainState, param_getter, read_params
 _DIGEST_ELEMENTS = 1024  # of each end of a tensor: a step of training changes some of them
 
 
+class _Stopped(Exception):
+    """A signal came between two tokens."""
+
+
 def evaluate(
     state: TrainState, job: Job, options: Options, label: str, samples_path: Path, stop: GracefulStop
 ) -> Score | None:
     """Answer the held-out problems and score the answers; write them to `samples_path`.
 
     Returns:
-        None if there is nothing to evaluate or a signal asked to stop.
+        None if there is nothing to evaluate or a signal asked to stop: after the running token, since a batch of a
+        model that is streamed may take long. Whole batches are kept.
     """
     rows, size = job.held_out, options.eval_batch_size
     if not rows:
@@ -51,26 +56,36 @@ def evaluate(
     )
     texts = made_file.texts[: len(made_file.texts) // size * size]  # whole batches: others would be cut in other ones
     start_s, num_tokens = time.perf_counter(), 0
+    rate: list[str] = []
     with progress_bar(f"exact match {label}", len(rows), unit="problems", initial=len(texts)) as bar:
-        for first in range(len(texts), len(rows), size):
+
+        def follow(token: int) -> None:
             if stop.requested:
+                raise _Stopped
+            bar.advance(0, note=", ".join([*rate, f"token {token} of at most {job.settings.max_new_tokens}"]))
+
+        for first in range(len(texts), len(rows), size):
+            try:
+                made = generate(
+                    job.model,
+                    job.config,
+                    param_getter(state),
+                    prompts[first : first + size],
+                    max_new_tokens=job.settings.max_new_tokens,
+                    stop_ids=job.special.stop_ids,
+                    pad_id=job.special.pad_id,
+                    batch_size=size,
+                    device=engine.device,
+                    dtype=engine.dtype,
+                    progress=follow,
+                )
+            except _Stopped:
                 return None
-            made = generate(
-                job.model,
-                job.config,
-                param_getter(state),
-                prompts[first : first + size],
-                max_new_tokens=job.settings.max_new_tokens,
-                stop_ids=job.special.stop_ids,
-                pad_id=job.special.pad_id,
-                batch_size=size,
-                device=engine.device,
-                dtype=engine.dtype,
-            )
             texts += [decode_response(job.tokenizer, job.special, tokens) for tokens in made]
             made_file.write(texts)
             num_tokens += sum(map(len, made))
-            bar.advance(len(made), note=f"{num_tokens / (time.perf_counter() - start_s):,.0f} tokens/s")
+            rate = [f"{num_tokens / (time.perf_counter() - start_s):,.0f} tokens/s"]
+            bar.advance(len(made), note=rate[0])
     result = score(rows, texts)
     task_path(samples_path).unlink(missing_ok=True)
     write_samples(samples_path, result.samples)

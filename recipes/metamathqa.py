@@ -36,7 +36,7 @@ from lazytrain.recipes.scoring import Score
 from lazytrain.recipes.software_checks import BFLOAT16_CAPABILITY
 from lazytrain.recipes.trackers import check_trackers, open_trackers
 from lazytrain.recipes.training import start, train
-from lazytrain.saving import NUM_KEPT, count_shared, export_state, plan_state_export, save_state
+from lazytrain.saving import NUM_KEPT, check_resumable, count_shared, export_state, plan_state_export, save_state
 from lazytrain.schedules import cosine
 from lazytrain.signals import GracefulStop
 from lazytrain.slabs import resident_host_bytes
@@ -147,6 +147,8 @@ def run(options: Options, stop: GracefulStop, bound: Bound) -> None:
             return
         export_state(state, job.model_dir, options.out / "model")
         after = evaluate(state, job, options, "after training", options.out / "samples.jsonl", stop)
+        if stop.requested and after is None:
+            say("stopped in the evaluation after training: the model is complete, --resume auto goes on from it")
         scores = {name: score for name, score in (("before", before), ("after", after)) if score is not None}
         trackers.log(state.step, {f"exact_match/{name}": score.exact_match for name, score in scores.items()})
     write_outcome(options.out, planned, spans, scores, tiers, say)
@@ -168,6 +170,8 @@ def set_up(options: Options, say: Callable[[str], None]) -> Setup:
     """Read model and data, check where the model will be written, profile and plan."""
     job = prepare(options, say)
     device, dtype = choose_device(options, say)
+    if options.resume is not None:
+        check_resumable(options.out, run_meta(options, job), dtype)
     plan_state_export(job.model, job.model_dir, options.out / "model", dtype)
     optimizer = make_optimizer(options, job)
     programs = make_programs(options, device)

@@ -39,6 +39,7 @@ i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4e
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
 th,td{text-align:left;padding:3px 16px 3px 0;white-space:nowrap;border-bottom:1px solid var(--line)}
 th{color:var(--dim);font-weight:500}
+@media(max-width:480px){table{font-size:.78rem}th,td{padding-right:9px}}
 details{border-left:3px solid var(--dim);padding:2px 0 2px 10px;margin:6px 0}
 summary{cursor:pointer;overflow-wrap:anywhere}
 .v-correct{border-color:var(--good)}.v-wrong{border-color:var(--bad)}.v-no_answer{border-color:var(--unsure)}

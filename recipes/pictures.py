@@ -78,13 +78,19 @@ def _draw_both(
     predicted_ms: float,
     measured_ms: float,
 ) -> None:
-    begin_ms, end_ms = 0.0, max(predicted_ms, measured_ms)
+    begin_ms, end_ms = 0.0, max(predicted_ms, traced_ms(measured) or measured_ms)
     draw_timeline(axes[0], predicted, f"One step, predicted: {predicted_ms:.1f} ms", begin_ms, end_ms)
-    draw_timeline(axes[1], measured, f"One step, measured: {measured_ms:.1f} ms", begin_ms, end_ms)
+    title = f"One step, measured: {traced_ms(measured):.1f} ms (of all such steps: {measured_ms:.1f} ms)"
+    draw_timeline(axes[1], measured, title, begin_ms, end_ms)
     names = sorted({color_key(bar.name) for bar in (*predicted, *measured)} & set(COLORS))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in names]
     if names:
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+
+
+def traced_ms(spans: Sequence[AnySpan]) -> float:
+    """Return how long the step took that was traced, until its last compute ended; others may have been longer."""
+    return max((span.end_ms for span in spans if span.queue == QUEUES[0]), default=0.0)
 
 
 def draw_timeline(axes: Axes, bars: Sequence[AnySpan], title: str, begin_ms: float, end_ms: float) -> None:

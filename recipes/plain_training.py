@@ -20,6 +20,7 @@ from lazytrain import Adam8bit
 from lazytrain.base import IGNORE_INDEX, Batch, Model, Unit, count_targets
 from lazytrain.configuration import ModelConfig
 from lazytrain.generation import generate
+from lazytrain.progress import progress_bar
 from lazytrain.recipes.batches import BatchStream
 from lazytrain.recipes.encoding import encode_questions
 from lazytrain.recipes.preparation import Job
@@ -168,23 +169,25 @@ def train(
     if task.reference is not None:
         forward = transformers_forward(task.reference, device, task.dtype)
     losses, marks = [], []
-    for step in range(task.num_steps):
-        on_host = task.stream.batch(step)
-        num_targets = count_targets(on_host)
-        batch = {name: x.to(device, non_blocking=True) for name, x in on_host.items()}
-        marks.append([clock(device)])
-        total = forward(working_weights(params, task.dtype), batch)
-        (total / num_targets).backward()
-        losses.append(total.detach() / num_targets)
-        marks[-1].append(clock(device))
-        set_lr(optimizer, schedule(step))
-        if isinstance(optimizer, Adam8bit):
-            optimizer.step(clip_coef=optimizer.measure_clip(MAX_GRAD_NORM).coef)
-        else:
-            torch.nn.utils.clip_grad_norm_(params.values(), MAX_GRAD_NORM)
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        marks[-1].append(clock(device))
+    with progress_bar(f"{kind}, seed {seed}", task.num_steps, unit="steps") as bar:
+        for step in range(task.num_steps):
+            on_host = task.stream.batch(step)
+            num_targets = count_targets(on_host)
+            batch = {name: x.to(device, non_blocking=True) for name, x in on_host.items()}
+            marks.append([clock(device)])
+            total = forward(working_weights(params, task.dtype), batch)
+            (total / num_targets).backward()
+            losses.append(total.detach() / num_targets)
+            marks[-1].append(clock(device))
+            set_lr(optimizer, schedule(step))
+            if isinstance(optimizer, Adam8bit):
+                optimizer.step(clip_coef=optimizer.measure_clip(MAX_GRAD_NORM).coef)
+            else:
+                torch.nn.utils.clip_grad_norm_(params.values(), MAX_GRAD_NORM)
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            marks[-1].append(clock(device))
+            bar.advance()
     weights = {name: value.detach() for name, value in working_weights(params, task.dtype).items()}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # several runs may share the device, and answering takes other sizes

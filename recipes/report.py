@@ -11,6 +11,7 @@ from lazytrain.account import COMPUTE_PARTS, Account, AnySpan
 from lazytrain.planning import Planned
 from lazytrain.recipes.charts import Series, line_chart, share_bar, smooth, timeline_chart, timeline_legend
 from lazytrain.recipes.page_style import PAGE_STYLE
+from lazytrain.recipes.pictures import traced_ms
 from lazytrain.recipes.scoring import Sample, Score
 from lazytrain.solver.explanation import COLUMNS
 from lazytrain.solver.plan import UnitPlan, find_runs
@@ -154,12 +155,14 @@ def _account(rows: Sequence[Mapping[str, Any]]) -> str:
 def _timelines(report: RunReport) -> str:
     predicted = report.planned.plan.predicted
     step_ms = predicted.step_ms if predicted is not None else 0.0
-    end_ms = max(step_ms, report.measured_ms or 0.0, *(span.end_ms for span in report.spans), 1e-3)
-    measured = f"{report.measured_ms:.1f} ms" if report.measured_ms is not None else "not measured"
+    end_ms = max(step_ms, *(span.end_ms for span in report.spans), 1e-3)
+    measured = f"Measured: {traced_ms(report.spans):.1f} ms in the traced step"
+    if report.measured_ms is not None:
+        measured += f", {report.measured_ms:.1f} ms in the median step of the largest shape"
     return (
         timeline_legend([*report.timeline, *report.spans])
         + timeline_chart(f"Predicted: {step_ms:.1f} ms", report.timeline, end_ms)
-        + timeline_chart(f"Measured: median step {measured}, one traced step", report.spans, end_ms)
+        + timeline_chart(measured, report.spans, end_ms)
     )
 
 

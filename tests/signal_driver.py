@@ -72,7 +72,7 @@ def place(phase: str) -> tuple[Any, str, Callable[..., bool], int]:
         "step": (Lanes, "span", is_span("backward"), 6),
         "update": (Lanes, "span", is_span("update"), 8),
         "save": (store_saving, "write_file", always, 1),
-        "export": (durable, "publish", lambda staged, target: target.name == "model", 1),
+        "export": (durable, "publish", lambda staged, target, *others: target.name == "model", 1),
         "evaluation": (evaluation, "generate", always, 2),
     }[phase]
 

@@ -101,3 +101,18 @@ def test_public_names_can_be_loaded() -> None:
 
     for name in lazytrain.__all__:
         assert getattr(lazytrain, name) is not None
+
+
+def test_only_the_first_axis_of_a_grid_grows_with_the_data() -> None:
+    """A GPU's other axes end at 65,535 programs; the first takes 2^31."""
+    grids = [
+        (path.name, node.func.slice)
+        for path in sorted((ROOT / "kernels").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    grids = [(name, grid.elts) for name, grid in grids if isinstance(grid, ast.Tuple)]
+    assert len(grids) >= 9
+    for name, (_, *others) in grids:
+        names = {node.id for axis in others for node in ast.walk(axis) if isinstance(node, ast.Name)}
+        assert all(word.isupper() for word in names), f"{name}: {names} in a grid's second axis"

@@ -28,7 +28,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_names_the_nearest(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([typed]) == 2
     assert capsys.readouterr().err == (
-        f"error: unknown command {typed!r}, did you mean {meant}?; see lazytrain --help\n"
+        f"error: unknown command {typed!r}, did you mean {meant}? See lazytrain --help\n"
     )
 
 

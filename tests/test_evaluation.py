@@ -1,7 +1,9 @@
 """Evaluation: killed and gone on with, it has the result of one that was never killed; nothing stale is taken."""
 
 import dataclasses
+import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from lazytrain.optimizer import adamw8bit
+from lazytrain.progress import progress_bar
 from lazytrain.recipes import evaluation
 from lazytrain.recipes.evaluation import TextsFile, digest_weights, evaluate
 from lazytrain.recipes.options import Options, parse_options
@@ -111,16 +114,32 @@ def test_file_of_something_else_is_no_trouble(bench: Bench) -> None:
         assert sum(bench.calls) == NUM_ROWS
 
 
-def test_request_to_stop_keeps_what_was_made(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_to_stop_ends_a_batch_after_the_running_token_and_keeps_whole_batches(bench: Bench) -> None:
+    num_looks_of_third = 0
+
     class Stop:
         @property
         def requested(self) -> bool:
-            return len(bench.calls) == 3
+            nonlocal num_looks_of_third
+            num_looks_of_third += len(bench.calls) == 3
+            return num_looks_of_third == 2
 
     bench.calls.clear()
     assert evaluate(bench.state(), bench.job, bench.options, "now", bench.out, Stop()) is None  # type: ignore[arg-type]
+    assert (bench.calls, num_looks_of_third) == ([2, 2, 2], 2)
     bench.run()
-    assert bench.calls == [1]
+    assert bench.calls == [2, 1]
+
+
+def test_lines_tell_tokens_and_speed(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "progress_bar", functools.partial(progress_bar, interval_s=0.0))
+    bench.run()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("exact match now")]
+    assert lines[0].endswith("0/7 problems, 0 problems/s, ETA ?, token 1 of at most 5")
+    assert re.search(r"2/7 problems, .* problems/s, ETA \w+, [\d,]+ tokens/s, token 2 of at most 5$", lines[7])
+    assert re.search(r"7/7 problems, .* problems/s, ETA 0s, [\d,]+ tokens/s$", lines[-1])
 
 
 def test_digest_tells_weights_apart(bench: Bench) -> None:

@@ -188,13 +188,25 @@ def test_every_unit_is_asked_for_once_a_token_in_forward_order() -> None:
     assert asked == [unit.name for unit in model.units] * 3
 
 
-def test_progress_counts_every_prompt_once() -> None:
+def test_progress_is_told_before_each_token_and_may_end_it() -> None:
     model, config, get_params = make_model("llama")
-    stop_ids = [tokens[2] for tokens in run(model, config, get_params)[:3]]
-    counts: list[int] = []
-    run(model, config, get_params, stop_ids=stop_ids, batch_size=5, progress=counts.append)
-    assert sum(counts) == len(PROMPTS)
-    assert all(count > 0 for count in counts)
+    numbers: list[int] = []
+    run(model, config, get_params, batch_size=5, progress=numbers.append)
+    assert numbers == [*range(1, NUM_NEW + 1)] * 2
+
+    asked: list[str] = []
+
+    def stop(number: int) -> None:
+        if number == 3:
+            raise KeyboardInterrupt
+
+    def watched(unit: Unit) -> Params:
+        asked.append(unit.name)
+        return get_params(unit)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, config, watched, progress=stop)
+    assert asked == [unit.name for unit in model.units] * 2
 
 
 def test_nothing_to_do_gives_empty_texts() -> None:
@@ -223,6 +235,22 @@ def test_bf16_runs_and_continues_in_bf16() -> None:
     get_params = getter(dict(random_params(model, 2, torch.bfloat16, std=0.3)))
     texts = run(model, config, get_params, dtype=torch.bfloat16)
     assert [len(tokens) for tokens in texts] == [NUM_NEW] * 8
+
+
+def test_attention_has_no_kernel_that_is_planned_for_each_length() -> None:
+    model, config, get_params = make_model("llama")
+    enabled = set()
+
+    def look(unit: Unit) -> Params:
+        enabled.add(torch.backends.cuda.cudnn_sdp_enabled())
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        return get_params(unit)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    run(model, config, look)
+    assert enabled == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before, "training goes on with what it was profiled with"
 
 
 @pytest.mark.gpu

@@ -125,10 +125,19 @@ def test_every_section_is_there(report: RunReport) -> None:
     text = Page(format_report(report)).text
     for phrase in (
         *("Loss", "Throughput", "30 model TFLOP/s", "Where a step's time went", "bound by"),
-        *("Predicted: ", "Measured: median step 1000.0 ms", "Memory against the plan", "not counted", "16.00 GiB"),
+        *("Predicted: ", "Measured: 400.0 ms in the traced step, 1000.0 ms in the median step of the largest shape"),
+        *("Memory against the plan", "not counted", "16.00 GiB"),
         *("blocks 0-27", "before training", "Correct: 2 of 2", "Wrong: 2 of 2", "No answer: 2 of 2", "not finite: 1."),
     ):
         assert phrase in text, phrase
+
+
+def test_timelines_fill_their_width_whatever_the_median_step_took(report: RunReport) -> None:
+    longest = max(span.end_ms for span in (*report.timeline, *report.spans))
+    for measured_ms in (1.0, 100 * longest):
+        text = format_report(replace(report, measured_ms=measured_ms))
+        bars = re.findall(r'<rect class="f-\w+" x="([0-9.]+)" width="([0-9.]+)"', text)
+        assert math.isclose(max(float(x) + float(width) for x, width in bars), WIDTH, rel_tol=0.01)
 
 
 def test_the_account_adds_up_to_the_whole_bar(report: RunReport) -> None:

@@ -157,8 +157,14 @@ def test_the_score_before_training_outlives_the_process(
     other, printed = train("--resume", "auto", "--eval-limit", "5")
     assert other is None
     assert "the score before training is left out" in printed
+    notes = [(tmp_path / name).read_bytes() for name in ("options.toml", "plan.json")]
     _, printed = train("--resume", "auto", "--eval-limit", "6", "--max-tokens", "64", code=2)
     assert "was saved with max_tokens = 96, this run has 64" in printed
+    assert "plan" not in printed, "it is refused before minutes of profiling"
+    _, printed = train("--resume", "auto", "--eval-limit", "6", "--dtype", "bfloat16", code=2)
+    assert "Give the same --dtype" in printed
+    assert "plan" not in printed
+    assert notes == [(tmp_path / name).read_bytes() for name in ("options.toml", "plan.json")], "of the run as it is"
     train("--eval-limit", "6")
     anew, _ = train("--resume", "auto", "--eval-limit", "6")
     assert anew is None, "the score was of an earlier run in this directory"

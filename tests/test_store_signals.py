@@ -54,6 +54,7 @@ def test_a_signal_in_any_phase_ends_cleanly_and_the_run_resumes_with_the_same_bi
         assert result["waited_s"] >= 0  # the signal was sent
         if phase in SAVED:
             assert result["ran_again"]
+            assert ("stopped in the evaluation after training" in log) == (phase in ("export", "evaluation")), log
             assert result["bound_s"] is not None, log
             assert result["waited_s"] < result["bound_s"] + 1, (phase, name)  # the bound is printed in whole seconds
         else:
