@@ -17,6 +17,7 @@ from lazytrain.solver.simulator import simulate, simulate_step_ms
 
 FIXED_INTERVAL = "fixed-interval-"
 ON_NVME = {"states-on-nvme": ("states",), "all-on-nvme": ("weights", "states")}
+NVME_DEPTHS = (4, 8, 12)  # each slot more spares two reads of a block's weights a step
 OTHER_HEURISTICS = ("fill", "random_grid", "greedy")
 
 
@@ -65,7 +66,8 @@ def _list_plans(name: str, problem: Problem) -> list[Plan]:
 def make_nvme_plan(problem: Problem, wanted: Sequence[str]) -> Plan | None:
     """Return the fastest of the plans that keep all blocks' `wanted`, and nothing else of them, on NVMe.
 
-    All blocks are treated alike. Embed and head have as much of it there as may be and fits. None: no plan fits.
+    All blocks are treated alike, and at most half of them have a slot. Embed and head have as much of it there as may be
+    and fits. None: no plan fits.
 
     Args:
         wanted: "states", or "weights" and "states".
@@ -77,12 +79,12 @@ def make_nvme_plan(problem: Problem, wanted: Sequence[str]) -> Plan | None:
     rests = []
     for lane, keep, place in product(_list_nvme_lanes(problem, first, wanted), keeps, (DEVICE, HOST)):
         rests.append([make_unit_plan(lane if b.num_params else RESIDENT, keep, place) for b in problem.blocks])
+    depths = {*problem.prefetch_depths, *(depth for depth in NVME_DEPTHS if 2 * depth <= len(problem.blocks))}
     evaluator = Evaluator(problem)
     for there in (wanted, ("states",), ()):
         edges = product(*(map(make_unit_plan, _list_nvme_lanes(problem, u, there)) for u in (0, last)))
         plans = [
-            (depth, (embed, *blocks, head))
-            for (embed, head), blocks, depth in product(edges, rests, problem.prefetch_depths)
+            (depth, (embed, *blocks, head)) for (embed, head), blocks, depth in product(edges, rests, sorted(depths))
         ]
         fitting = [plan for plan, fits in zip(plans, evaluator.fits(plans), strict=True) if fits]
         if fitting:

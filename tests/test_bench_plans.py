@@ -67,6 +67,19 @@ def test_what_is_named_lies_on_nvme_for_all_blocks(name: str, weights: set[str],
     assert not find_shortage(chosen.problem, account(chosen.problem, chosen.plan))
 
 
+def test_weights_on_nvme_get_as_many_slots_as_fit() -> None:
+    plain = make_problem(3, num_blocks=9)
+    hardware = replace(plain.hardware, nvme_bytes=1 << 40, nvme_read_gbs=0.01, nvme_write_gbs=1.0)
+    chosen = choose_plan("all-on-nvme", replace(plain, allow_nvme=True, hardware=hardware))
+    assert chosen is not None
+    assert chosen.plan.prefetch_depth == 4  # for 9 blocks
+    tight = account(chosen.problem, chosen.plan).device_peak_bytes - 1
+    hardware = replace(hardware, device_memory_bytes=tight)
+    chosen = choose_plan("all-on-nvme", replace(plain, allow_nvme=True, hardware=hardware))
+    assert chosen is not None
+    assert not find_shortage(chosen.problem, account(chosen.problem, chosen.plan))
+
+
 def test_embed_and_head_stay_off_a_disk_that_is_too_small_for_them(problem: Problem) -> None:
     spilled = replace(problem, allow_nvme=True, hardware=replace(problem.hardware, nvme_bytes=1 << 40))
     whole = choose_plan("states-on-nvme", spilled)
