@@ -66,8 +66,8 @@ def _list_plans(name: str, problem: Problem) -> list[Plan]:
 def make_nvme_plan(problem: Problem, wanted: Sequence[str]) -> Plan | None:
     """Return the fastest of the plans that keep all blocks' `wanted`, and nothing else of them, on NVMe.
 
-    All blocks are treated alike, and at most half of them have a slot. Embed and head have as much of it there as may be
-    and fits. None: no plan fits.
+    All blocks are treated alike, and at most half of them have a slot. Embed and head have as much of it there as may
+    be and fits. None: no plan fits.
 
     Args:
         wanted: "states", or "weights" and "states".
