@@ -58,10 +58,12 @@ class DiskUse(NamedTuple):
     def describe(self) -> list[str]:
         """Return two lines."""
         gb = [n / 1e9 for n in self[:4]]
+        pairs = (self.read_bytes, self.read_ms), (self.write_bytes, self.write_ms)
+        busy = " and ".join(f"{ms:.0f} ms ({n / ms / 1e6 if ms else 0:.2f} GB/s)" for n, ms in pairs)
         bounds = sorted(self.bounds_ms.items(), key=lambda item: -item[1])
         return [
             f"  NVMe: {gb[0]:.2f} GB read, {gb[1]:.2f} GB written a step (predicted {gb[2]:.2f}, {gb[3]:.2f}), "
-            f"busy {self.read_ms:.0f} and {self.write_ms:.0f} ms of the last",
+            f"busy for {busy} of the last",
             f"  bounds, ms: {', '.join(f'{name} {ms:.1f}' for name, ms in bounds)} "
             f"(NVMe {self.alone_ms:.1f} by the rates of one way at a time); "
             f"speed {self.share:.2f} of the bound by {bounds[0][0]}",

@@ -81,6 +81,7 @@ def test_the_speed_is_told_against_the_largest_bound() -> None:
     assert use.bounds_ms["NVMe"] == pytest.approx(700.0)
     assert use.predicted_read_bytes == simulation.moved_bytes["nvme_read"] > 0
     assert use.share == pytest.approx(0.7)
+    assert "busy for 30 ms (26.67 GB/s) and 10 ms (30.00 GB/s)" in use.describe()[0]
     assert "speed 0.70 of the bound by NVMe" in use.describe()[1]
     compute = bound_step(disk, simulation, step_ms=1000.0, moved={}, spans=[])
     assert compute.bounds_ms["NVMe"] == 0
