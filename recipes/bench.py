@@ -242,6 +242,7 @@ def _summarize(
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*taken.accounts, strict=True)))
     tokens, losses = planned.problem.tokens_per_step, taken.losses
+    device_bytes = simulation.device_peak_bytes
     return Measured(
         plan=name,
         step_ms=mean.step_ms,
@@ -249,9 +250,9 @@ def _summarize(
         tokens_per_s=tokens / mean.step_ms * 1e3,
         tflops=6 * model.num_params * tokens / mean.step_ms / 1e9,
         device_peak_bytes=peak,
-        predicted_device_bytes=simulation.device_peak_bytes,
+        predicted_device_bytes=device_bytes,
         host_bytes=host_bytes,
-        predicted_host_bytes=simulation.host_bytes,
+        predicted_host_bytes=simulation.host_bytes + (device_bytes if planned.problem.device_is_host else 0),
         startup_s=startup_s,
         num_refills=num_refills,
         account=mean,

@@ -13,7 +13,8 @@ GIB = 2**30
 class Measured:
     """What the steps of one plan took and needed; times in ms, memory in bytes.
 
-    `host_bytes`: the most that placing or a step left in use. `disk`: None where no plan could use one.
+    `host_bytes`: the most that placing or a step left in use; without a GPU the device's part is in it. `disk`: None
+    where no plan could use one.
     `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
     given back and taken anew; the device waits meanwhile.
     """

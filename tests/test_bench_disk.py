@@ -11,6 +11,7 @@ from lazytrain.lanes import Span
 from lazytrain.recipes import bench
 from lazytrain.recipes.bench_disk import Disk, bound_step, with_disk
 from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.solver.plan import Plan
 from lazytrain.solver.simulator import simulate
 from lazytrain.store_bench import StreamRates, measure_streams
 from lazytrain.store_io import DiskIO, Manner
@@ -112,4 +113,11 @@ def test_the_bench_runs_on_nvme_and_says_what_bounds_it(
     digests = {line.split()[-1] for line in text.splitlines() if "losses" in line}
     assert len(digests) == 1
     assert text.count("of the bound by") == 2
+    plans = [Plan.load(tmp_path / "o" / f"plan-{name}.json").predicted for name in ("states-on-nvme", "all-on-nvme")]
+    for result, predicted in zip(json.loads((tmp_path / "o" / "bench.json").read_text()), plans, strict=True):
+        assert predicted is not None
+        assert result["predicted_host_bytes"] == predicted.host_bytes + predicted.device_peak_bytes
+        disk = result["disk"]  # the planner counts padding, which isn't stored
+        assert disk["read_bytes"] == pytest.approx(disk["predicted_read_bytes"], rel=0.01)
+        assert disk["write_bytes"] > 0
     assert list((tmp_path / "s").iterdir()) == []
