@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazytrain.homes import Homes, UnitHome
+from lazytrain.homes import Homes, UnitHome, staging_key
 from lazytrain.lanes import COMPUTE, D2H, H2D, Lanes, Ticket, Worker
 from lazytrain.layout import ALIGN_BYTES, round_up
 from lazytrain.optimizer import update_unit_into
@@ -222,8 +222,7 @@ class Arrivals:
         return self._send_to_nvme(home, what, source, done)
 
     def _send_to_nvme(self, home: UnitHome, what: str, source: Tensor, done: Ticket) -> Ticket:
-        turn = home.index % 2
-        key = f"out {what} {turn}"
+        key = staging_key(home, what)
         before = self._staging_write.get(key)
         if before is not None:
             before.result()

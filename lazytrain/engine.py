@@ -63,6 +63,7 @@ class Engine:
             dtype=dtype,
             lanes=self.lanes,
             spill=self.spill,
+            writer=self.writer,
             shared_checkpoints=shared_checkpoints,
             progress=progress,
         )
@@ -189,9 +190,11 @@ class Engine:
         return homes[0].layout.views(arrivals[0].weights), is_streamed
 
     def close(self) -> None:
-        """Finish pending work and end the threads."""
+        """Finish pending work, end the threads and give back the room on NVMe."""
         for worker in (self.loader, self.updater, self.writer):
             worker.close()
+        if self.spill is not None:
+            self.spill.close()
 
     def _next_update(self, lr: float) -> PendingUpdate:
         """Return the update that follows the running step, still to be decided."""

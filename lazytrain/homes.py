@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lazytrain.base import Model, ParamSpec, Unit
-from lazytrain.lanes import NVME_READ, NVME_WRITE, Lanes, Ticket
+from lazytrain.lanes import NVME_READ, NVME_WRITE, Lanes, Ticket, Worker
 from lazytrain.layout import UnitLayout
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.slabs import allocate_slab
@@ -177,23 +177,28 @@ def build_homes(
     dtype: torch.dtype,
     lanes: Lanes,
     spill: SpillStore | None,
+    writer: Worker,
     shared_checkpoints: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Homes:
     """Allocate every unit's home and write its initial weights and states there, one unit at a time.
 
     Args:
+        writer: writes to NVMe while the next unit is filled.
         shared_checkpoints: room to take for so many checkpoints that link what is on NVMe; None = they are copies.
     """
     units = _make_units(model, plan, settings, dtype)
     homes = Homes(units=units, spill=spill, lanes=lanes, dtype=dtype, shares_files=shared_checkpoints is not None)
     if spill is not None:
         spill.reserve_lasting(_spill_sizes(units), shared_checkpoints or 0)
+    writes: dict[str, Future[Any]] = {}
     for home in units:
         if home.has_params:
-            load_unit(homes, home, fill)
+            load_unit(homes, home, fill, writer, writes)
         if progress is not None:
             progress(home.unit.name)
+    for write in writes.values():
+        write.result()
     return homes
 
 
@@ -231,10 +236,25 @@ def _places(home: UnitHome) -> tuple[tuple[str, str], ...]:
     return ("weights", home.plan.weights), ("state", home.plan.states)
 
 
-def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:
-    """Allocate a unit's home and let `fill(home, weights, state)` write both slabs, on the host."""
+def load_unit(homes: Homes, home: UnitHome, fill: FillUnit, writer: Worker, writes: dict[str, Future[Any]]) -> None:
+    """Allocate a unit's home and let `fill(home, weights, state)` write both slabs, on the host.
+
+    Args:
+        writes: the last write from each staging buffer; what goes to NVMe is filled in those that updates use.
+    """
     plan, layout, device = home.plan, home.layout, homes.lanes.device
     pin = homes.lanes.is_cuda
+    places = dict(_places(home))
+    staged: dict[str, str] = {}
+
+    def host_slab(what: str, num_bytes: int) -> Tensor:
+        if places[what] != "nvme":
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        key = staged[what] = staging_key(home, what)
+        if key in writes:
+            writes[key].result()
+        return homes.staging(key, what, num_bytes)
+
     keeps_host_weights = plan.weights == "host" or (plan.weights == "device" and plan.update == "cpu")
     if keeps_host_weights:
         home.weights_host = allocate_slab(layout.weight_bytes, pin=pin, name=f"{home.unit.name} weights").view(
@@ -244,14 +264,20 @@ def load_unit(homes: Homes, home: UnitHome, fill: FillUnit) -> None:
         home.state_host = allocate_slab(layout.state_bytes, pin=pin, name=f"{home.unit.name} states")
     if plan.grads == "host":
         home.grads_host = allocate_slab(layout.weight_bytes, pin=pin, name=f"{home.unit.name} grads").view(layout.dtype)
-    weights = home.weights_host if home.weights_host is not None else torch.empty(layout.numel, dtype=layout.dtype)
-    state = home.state_host if home.state_host is not None else torch.empty(layout.state_bytes, dtype=torch.uint8)
+    weights = home.weights_host
+    if weights is None:
+        weights = host_slab("weights", layout.weight_bytes).view(layout.dtype)
+    state = home.state_host if home.state_host is not None else host_slab("state", layout.state_bytes)
     fill(home, weights, state)
     if plan.weights == "device":
         home.weights_device = weights.to(device, copy=True)
     if plan.states == "device":
         home.state_device = state.to(device, copy=True)
-    if plan.weights == "nvme":
-        homes.write(home, "weights", weights)
-    if plan.states == "nvme":
-        homes.write(home, "state", state)
+    for what, slab in (("weights", weights), ("state", state)):
+        if what in staged:
+            writes[staged[what]] = writer.submit(homes.write, home, what, slab)
+
+
+def staging_key(home: UnitHome, what: str) -> str:
+    """Return the name of the staging buffer from which a unit's "weights" or "state" go to NVMe."""
+    return f"update {what}" if home.plan.update == "cpu" else f"out {what} {home.index % 2}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lazytrain.durable import GIB
 from lazytrain.errors import LazyTrainError
-from lazytrain.store_bench import choose_manner, make_test_file, measure_rates
+from lazytrain.store_bench import choose_manner, make_test_file, measure_rates, measure_streams
 from lazytrain.store_io import Manner
 from lazytrain.store_verify import verify_directory
 
@@ -51,9 +51,13 @@ def _bench(options: argparse.Namespace) -> int:
             rates.append(measured)
             write, read = measured.write_bytes_s / 1e9, measured.read_bytes_s / 1e9
             print(f"{measured.manner!s:22}{write:12.2f}{read:12.2f}", flush=True)
-        print(f"a run with much on NVMe would choose: {choose_manner(path, num_bytes)}")
+        chosen = choose_manner(path, num_bytes)
     finally:
         path.unlink()
+    print(f"a run with much on NVMe would choose: {chosen}; over a while:")
+    _, streams = measure_streams(options.directory, num_bytes, chosen, seconds=options.seconds)
+    print(f"{'one way at a time':22}{streams.write_bytes_s / 1e9:12.2f}{streams.read_bytes_s / 1e9:12.2f}")
+    print(f"{'both at once':22}{streams.both_write_bytes_s / 1e9:12.2f}{streams.both_read_bytes_s / 1e9:12.2f}")
     return 0
 
 
@@ -63,10 +67,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
     verify.add_argument("directory", type=Path, help="a run directory, a checkpoint or a model directory")
     verify.set_defaults(run=_verify)
-    bench = commands.add_parser("bench", help="measure the rates of a disk; takes room for one file and removes it")
+    bench = commands.add_parser("bench", help="measure the rates of a disk; takes room for two files and removes them")
     bench.add_argument("directory", type=Path, help="a directory on the disk")
     bench.add_argument("--size", type=_size, default=GIB, help="MiB to write and read (default: 1024)")
     bench.add_argument("--rounds", type=int, default=2, help="the best of this many counts (default: %(default)s)")
+    bench.add_argument("--seconds", type=float, default=2.0, help="of each rate over a while (default: %(default)s)")
     bench.set_defaults(run=_bench)
     return parser.parse_args(arguments)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lazytrain.homes import Homes, UnitHome
+from lazytrain.homes import Homes, UnitHome, staging_key
 from lazytrain.kernels.adamw import AdamWHyper
 from lazytrain.lanes import CPU, Worker
 from lazytrain.optimizer import update_unit_into
@@ -59,8 +59,8 @@ def _update_on_cpu(homes: Homes, home: UnitHome, coef: float, hyper: AdamWHyper)
     for ticket in (home.grads_out, home.weights_out):
         if ticket is not None:
             ticket.synchronize()
-    weights = homes.weights_slab(home, "update weights")
-    state = homes.state_slab(home, "update state")
+    weights = homes.weights_slab(home, staging_key(home, "weights"))
+    state = homes.state_slab(home, staging_key(home, "state"))
     with homes.lanes.span(CPU, "update", home.unit.name):
         update_unit_into(home.layout, weights, state, home.grads_host, coef=coef, hyper=hyper)
     if home.plan.weights == "nvme":

@@ -5,9 +5,10 @@
 
 profile -> for every plan: solve or take it, place, warm up, measure -> what each step's time went to, beside predicted
 
-A plan is `solved`, `cpu-update` or `device-update` (solved with all updates forced there), `fixed-interval-N` (see
-solver/fixed_interval.py), the name of a heuristic that the planner lists, or a plan.json. Model TFLOP/s are 6 x
-parameters x tokens/s, tied parameters counted once.
+A plan is `solved`, `cpu-update` or `device-update` (solved with all updates forced there), `states-on-nvme` or
+`all-on-nvme` (what all blocks have of that lies in --spill-dir), `fixed-interval-N` (see solver/fixed_interval.py), the
+name of a heuristic that the planner lists, or a plan.json. Model TFLOP/s are 6 x parameters x tokens/s, tied parameters
+counted once. A problem.json gets the rates and the room of this machine's disk, and --host-memory.
 """
 
 import argparse
@@ -19,13 +20,13 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lazytrain.account import Account
+from lazytrain.account import Account, account_step
 from lazytrain.base import Model
 from lazytrain.configuration import ModelConfig
 from lazytrain.errors import LazyTrainError
@@ -35,7 +36,9 @@ from lazytrain.planning import PLAN_SECONDS, Planned, default_limits, default_mi
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.arguments import OneLineParser
+from lazytrain.recipes.bench_disk import Disk, bound_step, measure_disk, with_disk
 from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.recipes.bench_result import Measured
 from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
 from lazytrain.recipes.pictures import draw_step
@@ -46,36 +49,11 @@ from lazytrain.solver.explanation import format_baselines, format_plan, format_p
 from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.shortage import explain_infeasible
-from lazytrain.solver.simulator import simulate
+from lazytrain.solver.simulator import Simulation, simulate
 from lazytrain.solver.sizes import parse_size
 from lazytrain.solver.traces import write_spans
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
 from lazytrain.transformer import transformer_model
-
-GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What the steps of one plan took and needed; times in ms, memory in bytes.
-
-    `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
-    given back and taken anew; the device waits meanwhile.
-    """
-
-    plan: str
-    step_ms: float
-    predicted_ms: float
-    tokens_per_s: float
-    tflops: float
-    device_peak_bytes: int | None
-    predicted_device_bytes: int
-    host_bytes: int
-    predicted_host_bytes: int
-    startup_s: float
-    num_refills: int | None
-    account: Account
-    losses_digest: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,10 +97,17 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     start_s = time.perf_counter()
     if options.problem is not None:
         problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
+        if options.host_memory is not None:
+            problem = replace(problem, hardware=replace(problem.hardware, host_memory_bytes=options.host_memory))
     else:
         count = options.microbatches or default_microbatches(profiler.batch, device)
         problem = profiler.problem(count, say)
         say(f"compiled and profiled in {time.perf_counter() - start_s:.1f} s")
+    disk = None
+    if options.spill_dir is not None:
+        disk = measure_disk(options.spill_dir)
+        say(disk.describe())
+        problem = with_disk(problem, disk, profiler.limits["nvme"])
     (options.out / "problem.json").write_text(json.dumps(problem.to_dict()) + "\n", encoding="utf-8")
     results = []
     for name in () if options.profile_only else options.plans.split(","):
@@ -135,7 +120,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         if name == "solved":
             assert chosen.plan.predicted is not None
             say(format_baselines(chosen.result.baselines, chosen.plan.predicted.step_ms))
-        results.append(_measure(name, chosen, model, config, programs, device, options, say))
+        results.append(_measure(name, chosen, model, config, programs, device, disk, options, say))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -143,7 +128,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     say(
         f"8192 x 8192 x 8192 product in bf16, after the steps: {product:.0f} TFLOP/s" if product else "no product timed"
     )
-    rows = [{**vars(r), "account": r.account._asdict(), "product_tflops": product} for r in results]
+    rows = [{**r.to_dict(), "product_tflops": product} for r in results]
     (options.out / "bench.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return results
 
@@ -155,6 +140,7 @@ def _measure(
     config: ModelConfig,
     programs: ProgramCache,
     device: torch.device,
+    disk: Disk | None,
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> Measured:
@@ -167,43 +153,75 @@ def _measure(
         programs=programs,
         spill_dir=options.spill_dir,
     )
-    before_bytes, start_s = resident_host_bytes(), time.perf_counter()
-    state = step.restore(make_fill(), step=0, num_updates=0, seed=0)
+    host, start_s = HostUse(), time.perf_counter()
+    state = step.restore(make_fill(), step=0, num_updates=0, seed=0, progress=host.look)
     startup_s = time.perf_counter() - start_s
     say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.reset_accumulated_memory_stats(device)
-    state, accounts, losses = _take_steps(step, state, config, options, say)
+    taken = _take_steps(step, state, config, options, host, say)
     refills = torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
-    spans, host_bytes = state.engine.read_step(), resident_host_bytes() - before_bytes
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if options.kernels and device.type == "cuda":
         batch = random_batch(config, options.batch, options.seq, seed=0)
-        kernels = profile_kernels(lambda: [step(step(state, batch)[0], batch)])
+        kernels = profile_kernels(lambda: [step(step(taken.state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
-    result = _summarize(name, planned, model, accounts, losses, peak, host_bytes, startup_s, refills)
-    _write(options.out, name, planned, spans, result)
-    for line in describe(result):
+    simulation = simulate(planned.problem, planned.plan)
+    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s, refills)
+    _write(options.out, name, planned, simulation, taken.spans, result)
+    for line in result.describe():
         say(line)
     state.engine.close()
     return result
 
 
+class HostUse:
+    """The most host memory that was in use beyond that at the start, at the moments when someone looked."""
+
+    def __init__(self) -> None:
+        self._before_bytes, self.peak_bytes = resident_host_bytes(), 0
+
+    def look(self, what: str = "") -> None:
+        """Note what is in use now."""
+        self.peak_bytes = max(self.peak_bytes, resident_host_bytes() - self._before_bytes)
+
+
+class Taken(NamedTuple):
+    """The measured steps: an account each, all losses (warm-up too), the last one's spans, queue -> bytes a step."""
+
+    state: TrainState
+    accounts: Sequence[Account]
+    losses: Sequence[float]
+    spans: Sequence[Span]
+    moved: dict[str, float]
+
+
 def _take_steps(
-    step: TrainStep, state: TrainState, config: ModelConfig, options: argparse.Namespace, say: Callable[[str], None]
-) -> tuple[TrainState, list[Account], list[float]]:
-    """Take the steps, and one more, with which the last one's account comes."""
+    step: TrainStep,
+    state: TrainState,
+    config: ModelConfig,
+    options: argparse.Namespace,
+    host: HostUse,
+    say: Callable[[str], None],
+) -> Taken:
     batches = [random_batch(config, options.batch, options.seq, seed=i) for i in range(2)]
-    accounts, losses = [], []
-    for i in range(options.warmup + options.steps + 1):
+    lanes, accounts, losses = state.engine.lanes, list[Account](), []
+    before = lanes.bytes_moved.copy()
+    for i in range(options.warmup + options.steps):
+        if i == options.warmup:
+            before = lanes.bytes_moved.copy()
         state, metrics = step(state, batches[i % 2])
+        host.look()
         losses.append(metrics.loss)
         if metrics.last_account is not None and i > options.warmup:
             accounts.append(metrics.last_account)
         if i <= options.warmup or (i + 1) % 10 == 0:
             say(f"  step {i}: loss {metrics.loss:.4f}, norm {metrics.grad_norm:.3f}, {metrics.step_s * 1e3:.1f} ms")
-    return state, accounts, losses
+    moved = {queue: (count - before[queue]) / options.steps for queue, count in lanes.bytes_moved.items()}
+    spans = state.engine.read_step()
+    accounts.append(account_step(lanes.read_step()[0], spans))
+    return Taken(state, accounts, losses, spans, moved)
 
 
 def _list_kernels(kernels: KernelTime, count: int = 12) -> str:
@@ -214,60 +232,44 @@ def _summarize(
     name: str,
     planned: Planned,
     model: Model,
-    accounts: Sequence[Account],
-    losses: Sequence[float],
+    taken: Taken,
+    simulation: Simulation,
+    disk: Disk | None,
     peak: int | None,
     host_bytes: int,
     startup_s: float,
     num_refills: int | None,
 ) -> Measured:
-    mean = Account(*(statistics.fmean(values) for values in zip(*accounts, strict=True)))
-    tokens, predicted = planned.problem.tokens_per_step, planned.plan.predicted
-    assert predicted is not None
+    mean = Account(*(statistics.fmean(values) for values in zip(*taken.accounts, strict=True)))
+    tokens, losses = planned.problem.tokens_per_step, taken.losses
+    device_bytes = simulation.device_peak_bytes
     return Measured(
         plan=name,
         step_ms=mean.step_ms,
-        predicted_ms=predicted.step_ms,
+        predicted_ms=simulation.step_ms,
         tokens_per_s=tokens / mean.step_ms * 1e3,
         tflops=6 * model.num_params * tokens / mean.step_ms / 1e9,
         device_peak_bytes=peak,
-        predicted_device_bytes=predicted.device_peak_bytes,
+        predicted_device_bytes=device_bytes,
         host_bytes=host_bytes,
-        predicted_host_bytes=predicted.host_bytes,
+        predicted_host_bytes=simulation.host_bytes + (device_bytes if planned.problem.device_is_host else 0),
         startup_s=startup_s,
         num_refills=num_refills,
         account=mean,
+        disk=bound_step(disk, simulation, step_ms=mean.step_ms, moved=taken.moved, spans=taken.spans) if disk else None,
         losses_digest=hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:16],
     )
 
 
-def describe(result: Measured) -> list[str]:
-    """Return the lines that say what one plan gave, measured beside predicted."""
-    error = result.step_ms / result.predicted_ms - 1
-    lines = [
-        f"{result.plan}: {result.step_ms:.1f} ms a step (predicted {result.predicted_ms:.1f}, {error:+.1%}), "
-        f"{result.tokens_per_s:,.0f} tokens/s, {result.tflops:.0f} model TFLOP/s",
-        f"  {result.account.describe()}",
-        f"  host {result.host_bytes / GIB:.2f} GiB (predicted {result.predicted_host_bytes / GIB:.2f}); "
-        f"losses {result.losses_digest}",
-    ]
-    if result.device_peak_bytes is not None:
-        share = result.predicted_device_bytes / result.device_peak_bytes - 1
-        lines.append(
-            f"  device peak {result.device_peak_bytes / GIB:.2f} GiB "
-            f"(predicted {result.predicted_device_bytes / GIB:.2f}, {share:+.1%}); "
-            f"memory taken anew {result.num_refills} times"
-        )
-    return lines
-
-
-def _write(out: Path, name: str, planned: Planned, spans: Sequence[Span], result: Measured) -> None:
+def _write(
+    out: Path, name: str, planned: Planned, simulation: Simulation, spans: Sequence[Span], result: Measured
+) -> None:
     label = Path(name).stem if name.endswith(".json") else name
     planned.plan.save(out / f"plan-{label}.json")
     write_spans(out / f"trace-{label}.json", spans, title=f"{label}, measured")
     draw_step(
         out / f"step-{label}.png",
-        simulate(planned.problem, planned.plan).timeline,
+        simulation.timeline,
         spans,
         predicted_ms=result.predicted_ms,
         measured_ms=result.step_ms,

@@ -22,7 +22,7 @@ SETTINGS = adamw8bit(1e-3).settings
 
 def make_arrivals() -> tuple[Homes, RecordingLanes, Arrivals]:
     model, lanes = make_model(tied=False, streams_embed=True), RecordingLanes()
-    params = make_params(model)
+    params, writer = make_params(model), Worker("writer", threaded=False)
     homes = build_homes(
         model,
         make_plan(ends=STREAMED),
@@ -31,8 +31,9 @@ def make_arrivals() -> tuple[Homes, RecordingLanes, Arrivals]:
         dtype=torch.float32,
         lanes=lanes,
         spill=None,
+        writer=writer,
     )
-    return homes, lanes, Arrivals(homes, 2, lanes, Worker("writer", threaded=False))
+    return homes, lanes, Arrivals(homes, 2, lanes, writer)
 
 
 def waits_of(lanes: RecordingLanes, name: str) -> list[Ticket | None]:

@@ -9,6 +9,7 @@ from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_
 from lazytrain.errors import ConfigError
 from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.solver.errors import PlannerError
+from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import make_plan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate
@@ -52,3 +53,45 @@ def test_a_plan_for_another_model_is_refused(problem: Problem, tmp_path: Path) -
     make_plan(problem, [RESIDENT] * 4, 2).save(tmp_path / "plan.json")
     with pytest.raises(PlannerError, match="plan anew"):
         choose_plan(str(tmp_path / "plan.json"), problem)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("states-on-nvme", {"device", "host"}), ("all-on-nvme", {"nvme"})])
+def test_what_is_named_lies_on_nvme_for_all_blocks(name: str, weights: set[str], problem: Problem) -> None:
+    spilled = replace(problem, allow_nvme=True, hardware=replace(problem.hardware, nvme_bytes=1 << 40))
+    chosen = choose_plan(name, spilled)
+    assert chosen is not None
+    assert {unit.states for unit in chosen.plan.units} == {"nvme"}
+    assert {unit.weights for unit in chosen.plan.blocks} <= weights
+    assert {unit.update for unit in chosen.plan.units} == {"device"}
+    assert "nvme" not in {place for unit in chosen.plan.units for place in (unit.residuals, unit.boundary)}
+    assert not find_shortage(chosen.problem, account(chosen.problem, chosen.plan))
+
+
+def test_weights_on_nvme_get_as_many_slots_as_fit() -> None:
+    plain = make_problem(3, num_blocks=9)
+    hardware = replace(plain.hardware, nvme_bytes=1 << 40, nvme_read_gbs=0.01, nvme_write_gbs=1.0)
+    chosen = choose_plan("all-on-nvme", replace(plain, allow_nvme=True, hardware=hardware))
+    assert chosen is not None
+    assert chosen.plan.prefetch_depth == 4  # for 9 blocks
+    tight = account(chosen.problem, chosen.plan).device_peak_bytes - 1
+    hardware = replace(hardware, device_memory_bytes=tight)
+    chosen = choose_plan("all-on-nvme", replace(plain, allow_nvme=True, hardware=hardware))
+    assert chosen is not None
+    assert not find_shortage(chosen.problem, account(chosen.problem, chosen.plan))
+
+
+def test_embed_and_head_stay_off_a_disk_that_is_too_small_for_them(problem: Problem) -> None:
+    spilled = replace(problem, allow_nvme=True, hardware=replace(problem.hardware, nvme_bytes=1 << 40))
+    whole = choose_plan("states-on-nvme", spilled)
+    assert whole is not None
+    room = account(whole.problem, whole.plan).nvme_bytes - 1
+    chosen = choose_plan("states-on-nvme", replace(spilled, hardware=replace(spilled.hardware, nvme_bytes=room)))
+    assert chosen is not None
+    assert {unit.states for unit in chosen.plan.blocks} == {"nvme"}
+    assert "nvme" not in {chosen.plan.embed.states, chosen.plan.head.states}
+    assert choose_plan("states-on-nvme", replace(spilled, hardware=replace(spilled.hardware, nvme_bytes=1))) is None
+
+
+def test_a_plan_on_nvme_without_a_disk_names_the_remedy(problem: Problem) -> None:
+    with pytest.raises(ConfigError, match="--spill-dir"):
+        choose_plan("all-on-nvme", problem)

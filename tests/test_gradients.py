@@ -8,7 +8,7 @@ from lazytrain import adamw8bit, gradients
 from lazytrain.gradients import GradientSink, round_in_place
 from lazytrain.homes import Homes, build_homes
 from lazytrain.kernels.norm import reference_square_sum
-from lazytrain.lanes import Lanes
+from lazytrain.lanes import Lanes, Worker
 from lazytrain.optimizer import init_unit_into
 
 
@@ -38,6 +38,7 @@ def make_homes(dtype: torch.dtype, device: torch.device) -> tuple[Homes, Lanes]:
         dtype=dtype,
         lanes=lanes,
         spill=None,
+        writer=Worker("writer", threaded=False),
     )
     return homes, lanes
 

@@ -305,13 +305,14 @@ def test_the_fastest_round_trip_is_chosen_and_buffered_where_it_is_as_fast(
 def test_the_bench_prints_a_line_a_manner_and_removes_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", str(tmp_path / "new"), "--size", "1", "--rounds", "1"]) == 0
+    assert main(["bench", str(tmp_path / "new"), "--size", "1", "--rounds", "1", "--seconds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].strip() for line in lines[2:10]] == [
         f"{kind}, {count} thread{'s' * (count > 1)}" for kind in ("buffered", "direct") for count in (1, 2, 4, 8)
     ]
-    assert all(float(rate) > 0 for line in lines[2:10] for rate in line.split()[-2:])
+    assert all(float(rate) > 0 for line in (*lines[2:10], *lines[11:]) for rate in line.split()[-2:])
     assert "would choose" in lines[10]
+    assert [line[:22].strip() for line in lines[11:]] == ["one way at a time", "both at once"]
     assert list((tmp_path / "new").iterdir()) == []
 
 
