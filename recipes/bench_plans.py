@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lazytrain.errors import ConfigError
 from lazytrain.planning import PLAN_SECONDS, Planned, solve_problem
-from lazytrain.solver.baselines import list_baselines, list_fitting_strategies
+from lazytrain.solver.baselines import list_baselines, list_strategies
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result
@@ -30,7 +30,7 @@ def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECON
         quiet = problem.without_cpu_updates()
         forced = quiet or replace(problem, allow_cpu_update=False, allow_device_update=True)
         return solve_problem(forced, time_limit_s=time_limit_s)
-    heuristics = {*list_fitting_strategies(problem, every=True), *OTHER_HEURISTICS}
+    heuristics = {*list_strategies(problem), *OTHER_HEURISTICS}
     if not (name.endswith(".json") or name in heuristics or _interval(name)):
         known = ", ".join(["solved", "cpu-update", "device-update", f"{FIXED_INTERVAL}N", *sorted(heuristics)])
         raise ConfigError(f"--plans: {name!r} is no plan. Name a plan.json, or of these: {known}.")

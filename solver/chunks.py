@@ -40,7 +40,12 @@ def list_counts(batch: int) -> list[int]:
 
 
 def choose_microbatches(
-    make_problem: Callable[[int], Problem], counts: Iterable[int], *, time_limit_s: float = 5.0, gap: float = 0.01
+    make_problem: Callable[[int], Problem],
+    counts: Iterable[int],
+    *,
+    time_limit_s: float = 5.0,
+    gap: float = 0.01,
+    may_drop: bool = False,
 ) -> Choice:
     """Return the best answer over numbers of microbatches.
 
@@ -50,7 +55,7 @@ def choose_microbatches(
         make_problem: a number of microbatches -> the problem cut so. Its costs are per chunk, so that smaller chunks
             may be slower; a trainer measures them, the command line reckons.
         counts: what to try; those whose problem comes out with another number of chunks are tried once.
-        time_limit_s, gap: of each solver run, see `planning.solve`; there are at most two.
+        time_limit_s, gap, may_drop: of each solver run, see `planning.solve`; there are at most two.
 
     Never raises for an infeasible problem: see `planning.solve`; the answer is then the one that lacks least.
 
@@ -78,7 +83,7 @@ def choose_microbatches(
     found = [(step_ms, count) for count, step_ms in screened.items() if step_ms is not None]
     if not found:
         problem = min(problems.values(), key=count_missing_bytes)
-        return Choice(problem, solve(problem, time_limit_s=time_limit_s, gap=gap), screened)
+        return Choice(problem, solve(problem, time_limit_s=time_limit_s, gap=gap, may_drop=may_drop), screened)
     best_ms = min(found)[0]
     promising = [count for step_ms, count in sorted(found) if step_ms <= NEAR * best_ms][:NUM_SOLVED]
     answers = [(problems[count], solve(problems[count], time_limit_s=time_limit_s, gap=gap)) for count in promising]
