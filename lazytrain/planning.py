@@ -12,18 +12,18 @@ from lazytrain.base import Batch, count_rows
 from lazytrain.errors import MemoryBudgetError
 from lazytrain.profiler import Profiler
 from lazytrain.slabs import available_host_bytes
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result, explain_infeasible, solve
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.simulator import simulate
 
 # Enough to keep a GPU's matrix units busy; more only costs memory.
 CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
-PLAN_SECONDS = 5.0  # more finds plans that are a percent or two faster, where steps are many
 
 
 class Planned(NamedTuple):
@@ -103,7 +103,8 @@ def solve_problem(
         result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms, may_drop=may_drop)
         if result.plan is None:
             continue
-        step_ms = simulate_step_ms(problem, result.plan)
+        assert result.plan.predicted is not None
+        step_ms = result.plan.predicted.step_ms
         if step_ms < best_ms:
             best, best_ms = Planned(result.plan, problem, result), step_ms
     return best

@@ -1,15 +1,17 @@
 """The plans that the bench knows by name."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from lazytrain.errors import ConfigError
-from lazytrain.planning import PLAN_SECONDS, Planned, solve_problem
-from lazytrain.solver.baselines import list_baselines, list_strategies
+from lazytrain.planning import Planned, solve_problem
+from lazytrain.solver.baselines import Baseline, list_baselines, list_strategies
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.simulator import simulate
 
 FIXED_INTERVAL = "fixed-interval-"
 OTHER_HEURISTICS = ("fill", "random_grid", "greedy")
@@ -36,7 +38,7 @@ def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECON
         raise ConfigError(f"--plans: {name!r} is no plan. Name a plan.json, or of these: {known}.")
     plans = [Plan.load(name)] if name.endswith(".json") else _list_plans(name, problem)
     found = [_predict(problem, plan, name) for plan in plans]
-    return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
+    return min(found, key=_step_ms, default=None)
 
 
 def _list_plans(name: str, problem: Problem) -> list[Plan]:
@@ -47,8 +49,18 @@ def _list_plans(name: str, problem: Problem) -> list[Plan]:
         if variant is not None and interval:
             found.append(make_fixed_interval_plan(variant, interval))
         elif variant is not None:
-            found.append(next((baseline.plan for baseline in list_baselines(variant) if baseline.name == name), None))
+            found.append(next((b.plan for b in _list_heuristics(variant) if b.name == name), None))
     return [plan for plan in found if plan is not None]
+
+
+@lru_cache(maxsize=2)  # a problem and its variant without updates on the CPU: every name of a bench asks for the same
+def _list_heuristics(problem: Problem) -> tuple[Baseline, ...]:
+    return tuple(list_baselines(problem))
+
+
+def _step_ms(planned: Planned) -> float:
+    assert planned.plan.predicted is not None
+    return planned.plan.predicted.step_ms
 
 
 def _predict(problem: Problem, plan: Plan, name: str) -> Planned:

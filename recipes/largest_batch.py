@@ -24,13 +24,14 @@ import torch
 from lazytrain.configuration import ModelConfig
 from lazytrain.errors import ConfigError, LazyTrainError, MemoryBudgetError
 from lazytrain.optimizer import adamw8bit
-from lazytrain.planning import PLAN_SECONDS, default_limits
+from lazytrain.planning import default_limits
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.solver.capacity import find_largest_batch
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_largest_batch, format_plan
 from lazytrain.solver.growth import add_chunks, grow_chunk

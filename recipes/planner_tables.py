@@ -3,7 +3,8 @@
     python -m lazytrain.recipes.planner_tables solve-times|gains|batches|which-models
 
 Every number is a prediction by the planner, with costs reckoned from a model's shapes, for preset machines (see
-`lazytrain.solver.hardware`). Nothing is measured but the solver's own time. Rows are printed as they are found.
+`lazytrain.solver.hardware`). Nothing is measured but the solver's own time, that of one core, which is also what a time
+limit limits. Rows are printed as they are found.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.capacity import find_largest_batch
 from lazytrain.solver.chunks import Choice, choose_microbatches, list_counts
 from lazytrain.solver.costs import problem_from_config
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.hardware import PRESETS, USABLE_HOST_SHARE
 from lazytrain.solver.memory import GIB
@@ -72,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(prog="python -m lazytrain.recipes.planner_tables", description=__doc__)
     parser.add_argument("table", choices=sorted(TABLES))
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of each solve (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=PLAN_SECONDS, help="seconds of each solve (default: %(default)s)"
+    )
     parser.add_argument("--only", help="only rows that begin with this, for example one machine")
     options = parser.parse_args(arguments)
     for row in TABLES[options.table](options.time_limit, options.only):
@@ -198,7 +202,7 @@ def _make_counted(model: str, hardware: Hardware, batch: int, *, allow_nvme: boo
 
 def _choose(model: str, hardware: Hardware, batch: int, time_limit_s: float, *, allow_nvme: bool) -> Choice:
     make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
-    return choose_microbatches(make, list_counts(batch), time_limit_s=time_limit_s)
+    return choose_microbatches(make, list_counts(batch), time_limit_s=time_limit_s, clock=time.process_time)
 
 
 def _fits(model: str, hardware: Hardware, batch: int, *, allow_nvme: bool) -> bool:

@@ -11,6 +11,7 @@ from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.capacity import MakeProblem, find_gains, find_largest_batch
 from lazytrain.solver.chunks import choose_microbatches, list_counts
 from lazytrain.solver.costs import MAX_TOKENS, problem_from_shapes
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import (
     format_baselines,
@@ -75,7 +76,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill, for example 24GiB")
     parser.add_argument("--host-memory", type=parse_size, help="host memory to fill")
     parser.add_argument("--nvme", type=parse_size, help="NVMe to fill (default: none)")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for the solver (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=PLAN_SECONDS, help="seconds for each search (default: %(default)s)"
+    )
     parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
     parser.add_argument("--plan", type=Path, help="price this plan.json, perhaps edited, instead of solving")
     parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lazytrain.solver.baselines import FIXED_INTERVAL, fits_strategy, list_strategies, root_interval
 from lazytrain.solver.bounds import may_fit
 from lazytrain.solver.chunks import list_counts
-from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.deadline import PLAN_SECONDS, Deadline
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.fixed_interval import fits_fixed_interval
 from lazytrain.solver.memory import GIB
@@ -80,8 +80,9 @@ def find_largest_batch(
     for name, interval in list_intervals(len(smallest.blocks)).items():
         strategies[name] = largest(partial(fits_fixed_interval, interval=interval), 0, batch)
     all_counts = counts or list_counts
-    fitting = (n for fits in (_is_packed, _is_solved) for n in all_counts(batch) if fits(make_problem(batch, n)))
-    count = next(fitting) if batch else 0
+    problems = [make_problem(batch, n) for n in all_counts(batch)] if batch else []
+    fitting = (problem for fits in (_is_packed, _is_solved) for problem in problems if fits(problem))
+    count = next((problem.num_microbatches for problem in fitting), 0)
     return LargestBatch(batch, count, bound, strategies)
 
 
@@ -90,7 +91,7 @@ def list_intervals(num_blocks: int) -> dict[str, int]:
     return {f"fixed-interval-{FIXED_INTERVAL}": FIXED_INTERVAL, "fixed-interval-sqrt": root_interval(num_blocks)}
 
 
-def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 5.0) -> dict[str, float]:
+def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = PLAN_SECONDS) -> dict[str, float]:
     """Return tier -> ms that a step would be shorter with one more GiB there: by solving again, and from `plan` on.
 
     `plan` must fit; tiers are device, host and (where it is allowed) nvme. Exactness is that of the search: a gain

@@ -24,7 +24,7 @@ from lazytrain.solver.problem import Problem
 from lazytrain.solver.vectors import Decisions
 
 NUM_STARTS = 12  # those that lack least
-NUM_FILLED = 48
+NUM_FILLED = 160
 NUM_DROPPING = 5  # for each length
 LENGTHS = (1, 2, 3, 4, 6)  # of the first stretch
 

@@ -21,7 +21,7 @@ from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_mo
 from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.bounds import Bound, bound_step
 from lazytrain.solver.choices import Keep, Lane
-from lazytrain.solver.deadline import Clock, Deadline
+from lazytrain.solver.deadline import PLAN_SECONDS, Clock, Deadline
 from lazytrain.solver.errors import SolverUnavailableError
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.memory import Accountant
@@ -72,7 +72,7 @@ class Result:
 def solve(
     problem: Problem,
     *,
-    time_limit_s: float = 5.0,
+    time_limit_s: float = PLAN_SECONDS,
     gap: float = 0.01,
     rival_ms: float = math.inf,
     may_drop: bool = False,
