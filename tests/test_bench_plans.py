@@ -7,7 +7,9 @@ import pytest
 from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_problem
 
 from lazytrain.errors import ConfigError
+from lazytrain.recipes import bench_plans
 from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.plan import make_plan
 from lazytrain.solver.problem import Problem
@@ -52,3 +54,17 @@ def test_a_plan_for_another_model_is_refused(problem: Problem, tmp_path: Path) -
     make_plan(problem, [RESIDENT] * 4, 2).save(tmp_path / "plan.json")
     with pytest.raises(PlannerError, match="plan anew"):
         choose_plan(str(tmp_path / "plan.json"), problem)
+
+
+def test_heuristics_are_listed_once_for_all_names(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def list_counted(variant: Problem) -> list[Baseline]:
+        calls.append(variant.digest)
+        return list_baselines(variant)
+
+    bench_plans._list_heuristics.cache_clear()
+    monkeypatch.setattr(bench_plans, "list_baselines", list_counted)
+    for name in ("recompute_all", "keep_all", "greedy"):
+        choose_plan(name, problem)
+    assert len(calls) == len(set(calls)) == 2, "the problem, and the one without updates on the CPU"
