@@ -12,18 +12,18 @@ from lazytrain.base import Batch, count_rows
 from lazytrain.errors import MemoryBudgetError
 from lazytrain.profiler import Profiler
 from lazytrain.slabs import available_host_bytes
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result, explain_infeasible, solve
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.simulator import simulate
 
 # Enough to keep a GPU's matrix units busy; more only costs memory.
 CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
-PLAN_SECONDS = 5.0  # more finds plans that are a percent or two faster, where steps are many
 
 
 class Planned(NamedTuple):
@@ -86,19 +86,25 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
     return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
 
 
-def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
+def solve_problem(
+    *problems: Problem | None, time_limit_s: float = PLAN_SECONDS, may_drop: bool = False
+) -> Planned | None:
     """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any.
 
     Args:
         time_limit_s: for each problem.
+        may_drop: see `solver.planning.solve`.
     """
     best: Planned | None = None
     best_ms = math.inf
     for problem in problems:
-        result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms) if problem is not None else None
-        if problem is None or result is None or result.plan is None:
+        if problem is None:
             continue
-        step_ms = simulate_step_ms(problem, result.plan)
+        result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms, may_drop=may_drop)
+        if result.plan is None:
+            continue
+        assert result.plan.predicted is not None
+        step_ms = result.plan.predicted.step_ms
         if step_ms < best_ms:
             best, best_ms = Planned(result.plan, problem, result), step_ms
     return best
@@ -112,6 +118,8 @@ def choose_plan(
     report: Callable[[str], None] = lambda line: None,
 ) -> Planned:
     """Profile the model, solve for a plan, and cut the step in more microbatches as long as nothing fits.
+
+    Where nothing fits in the end, a plan may compute boundaries again.
 
     Args:
         num_microbatches: None = `default_microbatches`, doubled until a plan fits.
@@ -129,6 +137,11 @@ def choose_plan(
         if planned is not None:
             return planned
         if num_microbatches is not None or count >= num_rows:
-            raise MemoryBudgetError(explain_infeasible(problem))
+            break
         report(f"nothing fits with {count} microbatches: trying {min(2 * count, num_rows)}")
         count = min(2 * count, num_rows)
+    planned = solve_problem(problem, time_limit_s=time_limit_s, may_drop=True)
+    if planned is None:
+        raise MemoryBudgetError(explain_infeasible(problem))
+    report("only a plan fits that computes boundaries again: a step takes longer")
+    return planned

@@ -32,7 +32,7 @@ from lazytrain.configuration import ModelConfig
 from lazytrain.errors import LazyTrainError
 from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
-from lazytrain.planning import PLAN_SECONDS, Planned, default_limits, default_microbatches
+from lazytrain.planning import Planned, default_limits, default_microbatches
 from lazytrain.profiler import Profiler
 from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 from lazytrain.recipes.arguments import OneLineParser
@@ -44,6 +44,7 @@ from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_ke
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.slabs import resident_host_bytes
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS

@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from lazytrain.errors import ConfigError
-from lazytrain.planning import PLAN_SECONDS, Planned, solve_problem
-from lazytrain.solver.baselines import list_baselines, list_fitting_strategies
+from lazytrain.planning import Planned, solve_problem
+from lazytrain.solver.baselines import Baseline, list_baselines, list_strategies
 from lazytrain.solver.choices import RESIDENT, Lane, list_keeps, list_lanes, make_unit_plan
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.plan import DEVICE, HOST, NVME, Plan, make_plan
 from lazytrain.solver.planning import Result
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.simulator import simulate, simulate_step_ms
+from lazytrain.solver.simulator import simulate
 
 FIXED_INTERVAL = "fixed-interval-"
 ON_NVME = {"states-on-nvme": ("states",), "all-on-nvme": ("weights", "states")}
@@ -36,7 +38,7 @@ def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECON
         quiet = problem.without_cpu_updates()
         forced = quiet or replace(problem, allow_cpu_update=False, allow_device_update=True)
         return solve_problem(forced, time_limit_s=time_limit_s)
-    heuristics = {*list_fitting_strategies(problem, every=True), *OTHER_HEURISTICS}
+    heuristics = {*list_strategies(problem), *OTHER_HEURISTICS}
     if name in ON_NVME and not problem.allow_nvme:
         raise ConfigError(f"--plans: {name!r} needs a disk. Name a directory on NVMe with --spill-dir.")
     if not (name.endswith(".json") or name in heuristics or name in ON_NVME or _interval(name)):
@@ -46,7 +48,7 @@ def choose_plan(name: str, problem: Problem, *, time_limit_s: float = PLAN_SECON
         raise ConfigError(f"--plans: {name!r} is no plan. Name a plan.json, or of these: {known}.")
     plans = [Plan.load(name)] if name.endswith(".json") else _list_plans(name, problem)
     found = [_predict(problem, plan, name) for plan in plans]
-    return min(found, key=lambda planned: simulate_step_ms(planned.problem, planned.plan), default=None)
+    return min(found, key=_step_ms, default=None)
 
 
 def _list_plans(name: str, problem: Problem) -> list[Plan]:
@@ -59,7 +61,7 @@ def _list_plans(name: str, problem: Problem) -> list[Plan]:
         elif variant is not None and interval:
             found.append(make_fixed_interval_plan(variant, interval))
         elif variant is not None:
-            found.append(next((baseline.plan for baseline in list_baselines(variant) if baseline.name == name), None))
+            found.append(next((b.plan for b in _list_heuristics(variant) if b.name == name), None))
     return [plan for plan in found if plan is not None]
 
 
@@ -104,6 +106,16 @@ def _list_nvme_lanes(problem: Problem, u: int, wanted: Sequence[str]) -> list[La
         return list(lanes)
     found = [lane for lane in lanes if [n for n in ("weights", "states") if getattr(lane, n) == NVME] == list(wanted)]
     return [lane for lane in found if lane.update == DEVICE] or found
+
+
+@lru_cache(maxsize=2)  # a problem and its variant without updates on the CPU: every name of a bench asks for the same
+def _list_heuristics(problem: Problem) -> tuple[Baseline, ...]:
+    return tuple(list_baselines(problem))
+
+
+def _step_ms(planned: Planned) -> float:
+    assert planned.plan.predicted is not None
+    return planned.plan.predicted.step_ms
 
 
 def _predict(problem: Problem, plan: Plan, name: str) -> Planned:

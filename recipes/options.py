@@ -9,6 +9,7 @@ from pathlib import Path
 from lazytrain.errors import ConfigError
 from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.config_file import apply_config, find_config
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.sizes import parse_size
 
 
@@ -216,7 +217,10 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--spill-dir", type=Path, help="a directory on NVMe that the plan may use (default: no NVMe)")
     group.add_argument("--plan", type=Path, help="use this plan.json instead of solving for one")
     group.add_argument(
-        "--plan-seconds", type=_positive, default=5, help="time for each search for a plan (default: %(default)s)"
+        "--plan-seconds",
+        type=_positive,
+        default=int(PLAN_SECONDS),
+        help="time for each search for a plan (default: %(default)s)",
     )
     group.add_argument("--plan-only", action="store_true", help="profile, plan, write plan.json in --out and stop")
     group.add_argument(

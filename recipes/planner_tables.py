@@ -3,21 +3,26 @@
     python -m lazytrain.recipes.planner_tables solve-times|gains|batches|which-models
 
 Every number is a prediction by the planner, with costs reckoned from a model's shapes, for preset machines (see
-`lazytrain.solver.hardware`). Nothing is measured but the solver's own time. Rows are printed as they are found.
+`lazytrain.solver.hardware`). Nothing is measured but the solver's own time, that of one core, which is also what a time
+limit limits. Rows are printed as they are found.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from lazytrain.solver.baselines import list_baselines
 from lazytrain.solver.capacity import find_largest_batch
 from lazytrain.solver.chunks import Choice, choose_microbatches, list_counts
 from lazytrain.solver.costs import problem_from_config
+from lazytrain.solver.deadline import PLAN_SECONDS
+from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.hardware import PRESETS, USABLE_HOST_SHARE
 from lazytrain.solver.memory import GIB
 from lazytrain.solver.models import KNOWN_MODELS
@@ -25,14 +30,23 @@ from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import Result, solve
 from lazytrain.solver.problem import Hardware, Problem
 from lazytrain.solver.shortage import count_missing_bytes, find_least_shortage
-from lazytrain.solver.simulator import simulate
+from lazytrain.solver.simulator import simulate, simulate_step_ms
 
 SEQ = 1024
 NUM_BLOCKS = (24, 28, 36, 48, 64, 80, 128)
 # Compute, the link, and the CPU's update are short in turn: machine and rows of 1024 tokens for the 7B shape's blocks.
 SOLVED_CASES = (("rtx3090", 16), ("h800", 64), ("h200", 8))
+NUM_SEEDS = 3  # of each: the machine as it is, then with other rates
+MAX_RATE_CHANGE = 1.25  # a factor, either way
 ROOMY_HOST_BYTES = 1024 * GIB
-GAINS_MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+# A dense 27B: the widths of Gemma 2 27B, with Llama's blocks. No known model has them.
+SHAPE_27B = {
+    **{"model_type": "llama", "hidden_size": 4608, "intermediate_size": 36864, "num_hidden_layers": 46},
+    **{"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000},
+    "tie_word_embeddings": True,
+}
+SHAPES = {**KNOWN_MODELS, "27b shape": SHAPE_27B}
+GAINS_MODELS = ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "27b shape", "qwen2.5-32b")
 GAINS_MACHINES = ("rtx3090", "h800", "h200")
 GAINS_BATCHES = (1, 16, 64)
 BATCH_MODELS = ("qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b")
@@ -42,7 +56,9 @@ WHICH_MACHINES = ("rtx3090", "rtx4090", "a100-40g", "h100", "h200")
 WHICH_HOSTS_GIB = (64, 128, 256, 512)
 WHICH_BATCH = 16
 NUM_SPILLED_COUNTS = 3  # chunk sizes that are looked at where NVMe is used
-FIXED_RULES = ("recompute_all", "fixed_interval")
+INTERVAL = 4
+FIELDS_RULE = f"fixed-interval-{INTERVAL}"  # as the bench calls it: boundaries kept, all else computed twice more
+FIXED_RULES = ("recompute_all", FIELDS_RULE, "fixed_interval")
 Row = Sequence[str]
 
 
@@ -58,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(prog="python -m lazytrain.recipes.planner_tables", description=__doc__)
     parser.add_argument("table", choices=sorted(TABLES))
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of each solve (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=PLAN_SECONDS, help="seconds of each solve (default: %(default)s)"
+    )
     parser.add_argument("--only", help="only rows that begin with this, for example one machine")
     options = parser.parse_args(arguments)
     for row in TABLES[options.table](options.time_limit, options.only):
@@ -74,9 +92,10 @@ def list_solve_times(time_limit_s: float, only: str | None) -> Iterator[Row]:
         if only and not str(count).startswith(only):
             continue
         seconds, baseline_s, gaps, ended = [], [], [], 0
-        for machine, batch in SOLVED_CASES:
+        cases = list(product(range(NUM_SEEDS), SOLVED_CASES))
+        for seed, (machine, batch) in cases:
             config = {**KNOWN_MODELS["qwen2.5-7b"], "num_hidden_layers": count}
-            hardware = replace(PRESETS[machine], host_memory_bytes=ROOMY_HOST_BYTES)
+            hardware = replace(_vary(PRESETS[machine], seed), host_memory_bytes=ROOMY_HOST_BYTES)
             problem = _make(config, hardware, batch, 1)
             start_s = time.process_time()
             list_baselines(problem)
@@ -86,23 +105,42 @@ def list_solve_times(time_limit_s: float, only: str | None) -> Iterator[Row]:
             seconds.append(result.statistics["seconds"])
             gaps.append(float("nan") if gap is None else gap)
             ended += seconds[-1] < 0.98 * time_limit_s
-            print(f"{count} blocks, {machine}: {seconds[-1]:.1f} s, gap {gaps[-1]:.2%}", file=sys.stderr, flush=True)
+            case = f"{count} blocks, {machine}, seed {seed}"
+            print(f"{case}: {seconds[-1]:.1f} s, gap {gaps[-1]:.2%}", file=sys.stderr, flush=True)
         yield (
             str(count),
             f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
             f"{statistics.median(baseline_s):.1f}",
             f"{statistics.median(gaps):.1%} ({max(gaps):.1%})",
-            f"{ended} of {len(SOLVED_CASES)}",
+            f"{ended} of {len(cases)}",
         )
 
 
+def _vary(hardware: Hardware, seed: int) -> Hardware:
+    """Return the machine with other rates of compute, link, host memory and updates; with seed 0 as it is."""
+    if not seed:
+        return hardware
+    names = (
+        "matmul_tflops",
+        "h2d_gbs",
+        "d2h_gbs",
+        "host_memory_gbs",
+        "cpu_update_gparams_s",
+        "device_update_gparams_s",
+    )
+    rng = random.Random(seed)
+    return replace(
+        hardware, **{name: getattr(hardware, name) * MAX_RATE_CHANGE ** rng.uniform(-1, 1) for name in names}
+    )
+
+
 def list_gains(time_limit_s: float, only: str | None) -> Iterator[Row]:
-    """Yield the plan's step beside those of recompute_all, fixed_interval and the best heuristic."""
+    """Yield the plan's step beside those of fixed rules and of the best heuristic."""
     yield (
         *("machine", "model", "tokens", "memory", "step ms", "tokens/s"),
-        *("recompute all", "fixed interval", "best heuristic", "gap"),
+        *("recompute all", "fixed interval 4", "keep every 4th", "best heuristic", "gap"),
     )
-    yield ("---",) * 10
+    yield ("---",) * 11
     for machine in GAINS_MACHINES:
         if only and not machine.startswith(only):
             continue
@@ -120,10 +158,10 @@ def list_batches(time_limit_s: float, only: str | None) -> Iterator[Row]:
             if only and not model.startswith(only):
                 continue
 
-            def make(batch: int, count: int, model: str = model, is_whole: bool = is_whole) -> Problem:
-                return _make(KNOWN_MODELS[model], hardware, batch, 1 if is_whole else count)
+            def make(batch: int, count: int, model: str = model) -> Problem:
+                return _make(KNOWN_MODELS[model], hardware, batch, count)
 
-            largest = find_largest_batch(make)
+            largest = find_largest_batch(make, counts=(lambda batch: [1]) if is_whole else None)
             if not names:
                 names = sorted(largest.strategies)
                 yield "model", "chunks", "solved", *(name.replace("_", " ") for name in names), "none above"
@@ -159,12 +197,12 @@ def _make(config: object, hardware: Hardware, batch: int, count: int, *, allow_n
 
 
 def _make_counted(model: str, hardware: Hardware, batch: int, *, allow_nvme: bool) -> Callable[[int], Problem]:
-    return lambda count: _make(KNOWN_MODELS[model], hardware, batch, count, allow_nvme=allow_nvme)
+    return lambda count: _make(SHAPES[model], hardware, batch, count, allow_nvme=allow_nvme)
 
 
 def _choose(model: str, hardware: Hardware, batch: int, time_limit_s: float, *, allow_nvme: bool) -> Choice:
     make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
-    return choose_microbatches(make, list_counts(batch), time_limit_s=time_limit_s)
+    return choose_microbatches(make, list_counts(batch), time_limit_s=time_limit_s, clock=time.process_time)
 
 
 def _fits(model: str, hardware: Hardware, batch: int, *, allow_nvme: bool) -> bool:
@@ -177,8 +215,11 @@ def _answer(model: str, hardware: Hardware, batch: int, time_limit_s: float, *, 
     steps: dict[str, float] = {}
     make = _make_counted(model, hardware, batch, allow_nvme=allow_nvme)
     for count in list_counts(batch):
-        for baseline in list_baselines(make(count), num_random=0, with_greedy=False):
+        problem = make(count)
+        for baseline in list_baselines(problem, num_random=0, with_greedy=False):
             steps[baseline.name] = min(baseline.step_ms, steps.get(baseline.name, float("inf")))
+        if (fixed := make_fixed_interval_plan(problem, INTERVAL)) is not None:
+            steps[FIELDS_RULE] = min(simulate_step_ms(problem, fixed), steps.get(FIELDS_RULE, float("inf")))
     for baseline in choice.result.baselines:
         steps[baseline.name] = min(baseline.step_ms, steps.get(baseline.name, float("inf")))
     return Answer(choice.problem, choice.result, steps)
@@ -192,7 +233,7 @@ def _compare(model: str, hardware: Hardware, batch: int, time_limit_s: float) ->
     if plan is None or plan.predicted is None:
         missing = find_least_shortage(answer.problem).items()
         needs = ", ".join(f"{tier} {num_bytes / GIB:+.1f} GiB" for tier, num_bytes in missing)
-        return f"does not fit, NVMe included ({needs})", *("-",) * 6
+        return f"does not fit, NVMe included ({needs})", *("-",) * 7
     step_ms, gap = plan.predicted.step_ms, answer.result.statistics["gap"]
 
     def ratio(name: str) -> str:

@@ -11,6 +11,7 @@ from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.capacity import MakeProblem, find_gains, find_largest_batch
 from lazytrain.solver.chunks import choose_microbatches, list_counts
 from lazytrain.solver.costs import MAX_TOKENS, problem_from_shapes
+from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import (
     format_baselines,
@@ -75,7 +76,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=parse_size, help="device memory to fill, for example 24GiB")
     parser.add_argument("--host-memory", type=parse_size, help="host memory to fill")
     parser.add_argument("--nvme", type=parse_size, help="NVMe to fill (default: none)")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for the solver (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=PLAN_SECONDS, help="seconds for each search (default: %(default)s)"
+    )
     parser.add_argument("--max-batch", action="store_true", help="plan for the largest batch that fits")
     parser.add_argument("--plan", type=Path, help="price this plan.json, perhaps edited, instead of solving")
     parser.add_argument("--explain", action="store_true", help="what one more GiB would bring, tier by tier")
@@ -96,7 +99,8 @@ def _read_problem(options: argparse.Namespace) -> MakeProblem:
     for what in ("batch", "seq"):
         check_number(getattr(options, what), what, low=1, high=MAX_TOKENS, integer=True)
     if options.microbatch is not None:
-        check_number(options.microbatch, "microbatch", low=1, high=options.batch, integer=True)
+        high = MAX_TOKENS if options.max_batch else options.batch
+        check_number(options.microbatch, "microbatch", low=1, high=high, integer=True)
 
     def make(batch: int, count: int) -> Problem:
         return problem_from_shapes(
@@ -104,7 +108,7 @@ def _read_problem(options: argparse.Namespace) -> MakeProblem:
             hardware,
             batch=batch,
             seq=options.seq,
-            microbatch=options.microbatch or -(-batch // count),
+            microbatch=min(options.microbatch or batch, -(-batch // count)),
             allow_nvme=options.nvme is not None,
             name=name,
             device_is_host=hardware.name == CPU_PRESET,
@@ -125,11 +129,16 @@ class _Answer(NamedTuple):
 def _solve(options: argparse.Namespace, make_problem: MakeProblem) -> _Answer:
     batch, counts = options.batch, list_counts(options.batch)
     if options.max_batch:
-        batch, count = _print_largest_batch(make_problem)
+        batch, count = _print_largest_batch(make_problem, options.microbatch)
         counts = [count]
     elif options.microbatch:
         counts = [-(-batch // options.microbatch)]
-    choice = choose_microbatches(lambda count: make_problem(batch, count), counts, time_limit_s=options.time_limit)
+    choice = choose_microbatches(
+        lambda count: make_problem(batch, count),
+        counts,
+        time_limit_s=options.time_limit,
+        may_drop=True,
+    )
     if choice.result.plan is None:
         raise PlannerError(choice.result.message)
     return _Answer(choice.problem, choice.result.plan, choice.result.baselines, choice.screened)
@@ -159,11 +168,15 @@ def _read_plan(options: argparse.Namespace, make_problem: MakeProblem) -> _Answe
     return _Answer(problem, plan, list_baselines(problem), {})
 
 
-def _print_largest_batch(make_problem: MakeProblem) -> tuple[int, int]:
-    largest = find_largest_batch(make_problem)
+def _print_largest_batch(make_problem: MakeProblem, microbatch: int | None) -> tuple[int, int]:
+    """Print the largest batch in chunks of at most so many sequences (None = of any size), and in one chunk."""
+    counts = None if microbatch is None else lambda batch: [-(-batch // microbatch)]
+    largest = find_largest_batch(make_problem, counts=counts)
     if not largest.batch:
         raise PlannerError(explain_infeasible(make_problem(1, 1)))
     print(format_largest_batch(largest))
+    if microbatch is None:
+        print(f"in one chunk: {find_largest_batch(make_problem, counts=lambda batch: [1]).batch}")
     return largest.batch, largest.num_microbatches
 
 

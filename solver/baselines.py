@@ -72,21 +72,28 @@ def list_baselines(
     return sorted((b for b in found if b is not None), key=lambda b: b.step_ms)
 
 
-def list_fitting_strategies(problem: Problem, *, every: bool = False) -> list[str]:
-    """Return the names of the fixed strategies (one rule for all blocks) of which a variant fits; or of every one."""
-    fits = Accountant(problem).fits
-    rules = _list_rules(problem)
-    return [name for name, keep_of in rules.items() if every or any(map(fits, _uniform(problem, keep_of)))]
+def list_strategies(problem: Problem) -> list[str]:
+    """Return the names of the fixed strategies: one rule for all blocks."""
+    return list(_list_rules(problem))
+
+
+def fits_strategy(problem: Problem, name: str) -> bool:
+    """Return whether a variant of a fixed strategy fits."""
+    return any(map(Accountant(problem).fits, _uniform(problem, _list_rules(problem)[name])))
+
+
+def root_interval(num_blocks: int) -> int:
+    """Return the square root of the number of blocks, rounded up."""
+    return math.isqrt(num_blocks - 1) + 1
 
 
 def _list_rules(problem: Problem) -> dict[str, KeepRule]:
-    root = math.isqrt(len(problem.blocks) - 1) + 1
     return {
         "recompute_all": lambda i, keeps: RECOMPUTE,
         "keep_all": lambda i, keeps: _largest(keeps, DEVICE),
         "offload_all": lambda i, keeps: _largest(keeps, HOST),
         "fixed_interval": _keep_every(FIXED_INTERVAL),
-        "sqrt_interval": _keep_every(root),
+        "sqrt_interval": _keep_every(root_interval(len(problem.blocks))),
     }
 
 

@@ -23,12 +23,13 @@ from lazytrain.solver.choices import RECOMPUTE, Keep, Lane, list_boundaries, lis
 from lazytrain.solver.decisions import UnitChoice
 from lazytrain.solver.draft import Draft, Scale, add_edges, pick_ring
 from lazytrain.solver.linear import Affine, LinearModel, total
-from lazytrain.solver.plan import DEVICE, NVME
+from lazytrain.solver.plan import DEVICE, NONE, NVME
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.traffic import add_traffic
 
 LEAST_S = 0.05  # solvers want some
 LIMITS = Limits(time_s=5.0, gap=5e-4, num_nodes=1000)
+ANY_GAP = 1e9  # the first point will do
 
 
 class Kind(NamedTuple):
@@ -81,6 +82,21 @@ def bound_step(problem: Problem, prefetch_depth: int, *, solver: str = "scip", t
     return Bound(max(0.0, outcome.bound), mix)
 
 
+def may_fit(problem: Problem, prefetch_depth: int, *, solver: str = "scip", time_s: float = LIMITS.time_s) -> bool:
+    """Return whether the rows of memory leave any mix of decisions, boundaries that are computed again among them.
+
+    A mix that they leave need not fit in any order.
+
+    Raises:
+        SolverUnavailableError: the solver is not installed or broke down.
+    """
+    kinds = _group_units(problem)
+    draft = _start(problem, kinds, prefetch_depth, may_drop=True)
+    add_memory(draft, kinds)
+    limits = LIMITS._replace(time_s=time_s, gap=ANY_GAP)
+    return solve_model(draft.model, limits, solver=solver).status != "infeasible"
+
+
 def _group_units(problem: Problem) -> list[Group]:
     """Return embed, the kinds of blocks and head."""
     members: dict[Hashable, list[int]] = {}
@@ -92,7 +108,7 @@ def _group_units(problem: Problem) -> list[Group]:
     return [Group(problem.units[where[0]], tuple(where)) for where in kinds]
 
 
-def _start(problem: Problem, kinds: Sequence[Group], depth: int) -> Draft:
+def _start(problem: Problem, kinds: Sequence[Group], depth: int, *, may_drop: bool = False) -> Draft:
     model, last = LinearModel(), len(kinds) - 1
     period = model.add_var()
     model.objective = next(iter(period.terms))
@@ -109,7 +125,8 @@ def _start(problem: Problem, kinds: Sequence[Group], depth: int) -> Draft:
 
         lanes = pick(list_lanes(problem, kind.members[0]))
         keeps = pick((RECOMPUTE,) if is_edge else list_keeps(problem, kind.unit))
-        choices.append(UnitChoice(lanes, keeps, pick((DEVICE,) if is_edge else list_boundaries(problem))))
+        places = (*list_boundaries(problem), NONE) if may_drop else list_boundaries(problem)
+        choices.append(UnitChoice(lanes, keeps, pick((DEVICE,) if is_edge else places)))
     edges = add_edges(model, choices)
     streamed = pick_ring(choices, lambda lane: lane.is_streamed)
     on_device = pick_ring(choices, lambda lane: lane.is_streamed and lane.update == DEVICE)

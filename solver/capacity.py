@@ -1,33 +1,37 @@
 """How much fits, and what more memory would bring: the largest batch, and the gain of one more GiB on each tier."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from lazytrain.solver.baselines import list_fitting_strategies
-from lazytrain.solver.bounds import bound_step
+from lazytrain.solver.baselines import FIXED_INTERVAL, fits_strategy, list_strategies, root_interval
+from lazytrain.solver.bounds import may_fit
 from lazytrain.solver.chunks import list_counts
-from lazytrain.solver.deadline import Deadline
+from lazytrain.solver.deadline import PLAN_SECONDS, Deadline
 from lazytrain.solver.evaluation import Evaluator
+from lazytrain.solver.fixed_interval import fits_fixed_interval
 from lazytrain.solver.memory import GIB
+from lazytrain.solver.packing import pack
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import solve
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.search import Search
 from lazytrain.solver.shortage import count_missing_bytes
-from lazytrain.solver.starts import list_arrangements
+from lazytrain.solver.simulator import simulate_step_ms
 
 MAX_BATCH = 1 << 16
-FIT_EVALUATIONS, FIT_S = 300, 5.0
+FIT_S = 5.0
 MORE_EVALUATIONS = 1000
+NOTHING_KEPT = "recompute_all"
 TIERS = {"device": "device_memory_bytes", "host": "host_memory_bytes", "nvme": "nvme_bytes"}
 MakeProblem = Callable[[int, int], Problem]  # batch, number of microbatches -> the problem
 
 
 class LargestBatch(NamedTuple):
-    """The largest batch that fits, and those of strategies without a solver; 0 = not even one sequence.
+    """The largest batch that fits, and those of strategies without a solver; 0 = not even the smallest one.
 
-    num_microbatches: into how many chunks the largest batch must be cut at most. bound: no larger batch is worth a try.
+    num_microbatches: into how many chunks the largest batch must be cut at least. bound: no larger batch can fit.
     """
 
     batch: int
@@ -36,34 +40,58 @@ class LargestBatch(NamedTuple):
     strategies: dict[str, int]
 
 
-def find_largest_batch(make_problem: MakeProblem, *, limit: int = MAX_BATCH) -> LargestBatch:
+def list_lean_counts(batch: int) -> list[int]:
+    """Return the numbers of microbatches of which one fits if any does.
+
+    The smallest chunks need least of everything but for the sum of a block's grads, which one chunk does without and
+    two keep in 16 bits (`memory.chunk_sum_bytes`).
+    """
+    return sorted({batch, 1, min(2, batch)}, reverse=True)
+
+
+def find_largest_batch(
+    make_problem: MakeProblem, *, counts: Callable[[int], Sequence[int]] | None = None, limit: int = MAX_BATCH
+) -> LargestBatch:
     """Return the largest batch for which some plan fits, by bisection on feasibility, and the strategies' ones.
 
+    Memory alone is asked, not time: the largest batch may be slow.
+
     Args:
+        make_problem: (batch, number of microbatches) -> the problem.
+        counts: batch -> the numbers of microbatches to choose from; None = any.
         limit: the largest batch to think of.
 
     Raises:
         PlannerError: a problem that can't be.
     """
-    bound = _bisect(lambda batch: bool(_find_count(make_problem, batch, _may_fit)), 0, limit)
-    lean = _bisect(lambda batch: bool(_find_count(make_problem, batch, _fits_lean)), 0, bound)
-    batch = _bisect(lambda batch: bool(_find_count(make_problem, batch, _fits_somehow)), lean, bound)
+    any_of = counts or list_lean_counts
+
+    def largest(fits: Callable[[Problem], bool], low: int, high: int) -> int:
+        return _bisect(lambda batch: any(fits(make_problem(batch, count)) for count in any_of(batch)), low, high)
+
+    lean = largest(_fits_lean, 0, limit)
+    bound = largest(_may_fit, lean, limit)
+    batch = largest(_is_solved, largest(_is_packed, lean, bound), bound)
     strategies: dict[str, int] = {}
-    for name in list_fitting_strategies(make_problem(1, 1), every=True):
-
-        def fits(problem: Problem, name: str = name) -> bool:
-            return name in list_fitting_strategies(problem)
-
-        strategies[name] = _bisect(
-            lambda size, fits=fits: bool(_find_count(make_problem, size, fits)),  # type: ignore[misc]
-            0,
-            batch,
-        )
-    count = _find_count(make_problem, batch, _fits_somehow) if batch else 0
+    smallest = make_problem(1, 1)
+    names = list_strategies(smallest) if any(len(block.points) > 1 for block in smallest.blocks) else [NOTHING_KEPT]
+    for name in names:
+        strategies[name] = largest(partial(fits_strategy, name=name), 0, batch)
+    for name, interval in list_intervals(len(smallest.blocks)).items():
+        strategies[name] = largest(partial(fits_fixed_interval, interval=interval), 0, batch)
+    all_counts = counts or list_counts
+    problems = [make_problem(batch, n) for n in all_counts(batch)] if batch else []
+    fitting = (problem for fits in (_is_packed, _is_solved) for problem in problems if fits(problem))
+    count = next((problem.num_microbatches for problem in fitting), 0)
     return LargestBatch(batch, count, bound, strategies)
 
 
-def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 5.0) -> dict[str, float]:
+def list_intervals(num_blocks: int) -> dict[str, int]:
+    """Return name -> interval of the heuristics that keep every few boundaries and compute all else twice more."""
+    return {f"fixed-interval-{FIXED_INTERVAL}": FIXED_INTERVAL, "fixed-interval-sqrt": root_interval(num_blocks)}
+
+
+def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = PLAN_SECONDS) -> dict[str, float]:
     """Return tier -> ms that a step would be shorter with one more GiB there: by solving again, and from `plan` on.
 
     `plan` must fit; tiers are device, host and (where it is allowed) nvme. Exactness is that of the search: a gain
@@ -75,13 +103,15 @@ def find_gains(problem: Problem, plan: Plan, *, time_limit_s: float = 5.0) -> di
         if tier == "nvme" and not problem.allow_nvme:
             continue
         more = replace(problem, hardware=replace(problem.hardware, **{field: getattr(problem.hardware, field) + GIB}))
-        answer = solve(more, time_limit_s=time_limit_s).plan
+        answer = solve(more, time_limit_s=time_limit_s, may_drop=True).plan
         solved_ms = answer.predicted.step_ms if answer is not None and answer.predicted is not None else now_ms
         gains[tier] = max(0.0, now_ms - min(solved_ms, _search_on(more, plan)))
     return gains
 
 
 def _search_on(problem: Problem, plan: Plan) -> float:
+    if plan.drops_boundaries:  # no search takes such a plan further
+        return simulate_step_ms(problem, plan)
     decisions = plan.prefetch_depth, plan.units
     search = Search(Evaluator(problem), decisions, num_evaluations=MORE_EVALUATIONS, deadline=Deadline(FIT_S))
     search.run()
@@ -100,30 +130,20 @@ def _bisect(holds: Callable[[int], bool], low: int, limit: int) -> int:
     return low
 
 
-def _find_count(make_problem: MakeProblem, batch: int, fits: Callable[[Problem], bool]) -> int:
-    """Return the first number of microbatches with which a batch fits; 0 if there is none."""
-    counts: Iterable[int] = list_counts(batch)
-    return next((count for count in counts if fits(make_problem(batch, count))), 0)
-
-
 def _fits_lean(problem: Problem) -> bool:
     return count_missing_bytes(problem) == 0
 
 
 def _may_fit(problem: Problem) -> bool:
     """Return whether the sums of memory, without the order of events, leave anything."""
-    depth = min(problem.prefetch_depths)
-    return _fits_lean(problem) or bound_step(problem, depth).bound_ms < float("inf")
+    return _fits_lean(problem) or may_fit(problem, min(problem.prefetch_depths))
 
 
-def _fits_somehow(problem: Problem) -> bool:
-    """Return whether a plan is found that fits: a lean one, or a mix that is made to fit."""
-    if _fits_lean(problem):
-        return True
-    bound = bound_step(problem, min(problem.prefetch_depths))
-    if not bound.mix:
-        return False
-    plan = next(list_arrangements(problem, bound.mix, min(problem.prefetch_depths)))
-    start = plan.prefetch_depth, plan.units
-    search = Search(Evaluator(problem), start, num_evaluations=FIT_EVALUATIONS, deadline=Deadline(FIT_S))
-    return search.make_fit()
+def _is_packed(problem: Problem) -> bool:
+    """Return whether a plan is found that fits: a lean one, or one that memory is filled for."""
+    return _fits_lean(problem) or pack(problem, may_drop=True) is not None
+
+
+def _is_solved(problem: Problem) -> bool:
+    """Return whether `solve` finds a plan at all, whatever its speed."""
+    return solve(problem, time_limit_s=FIT_S, rival_ms=0.0, may_drop=True).plan is not None

@@ -1,9 +1,12 @@
 """Into how many microbatches to cut a step: large chunks keep the matrix units busy, small ones fit."""
 
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from lazytrain.solver.baselines import list_baselines
+from lazytrain.solver.deadline import PLAN_SECONDS, Clock
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.planning import Result, solve
 from lazytrain.solver.problem import Problem
@@ -40,7 +43,13 @@ def list_counts(batch: int) -> list[int]:
 
 
 def choose_microbatches(
-    make_problem: Callable[[int], Problem], counts: Iterable[int], *, time_limit_s: float = 5.0, gap: float = 0.01
+    make_problem: Callable[[int], Problem],
+    counts: Iterable[int],
+    *,
+    time_limit_s: float = PLAN_SECONDS,
+    gap: float = 0.01,
+    may_drop: bool = False,
+    clock: Clock = time.perf_counter,
 ) -> Choice:
     """Return the best answer over numbers of microbatches.
 
@@ -50,7 +59,7 @@ def choose_microbatches(
         make_problem: a number of microbatches -> the problem cut so. Its costs are per chunk, so that smaller chunks
             may be slower; a trainer measures them, the command line reckons.
         counts: what to try; those whose problem comes out with another number of chunks are tried once.
-        time_limit_s, gap: of each solver run, see `planning.solve`; there are at most two.
+        time_limit_s, gap, may_drop, clock: of each solver run, see `planning.solve`; there are at most two.
 
     Never raises for an infeasible problem: see `planning.solve`; the answer is then the one that lacks least.
 
@@ -75,13 +84,14 @@ def choose_microbatches(
             break
     if not problems:
         raise PlannerError("there is no number of microbatches to try; give at least one, for example 1")
+    answer = partial(solve, time_limit_s=time_limit_s, gap=gap, may_drop=may_drop, clock=clock)
     found = [(step_ms, count) for count, step_ms in screened.items() if step_ms is not None]
     if not found:
         problem = min(problems.values(), key=count_missing_bytes)
-        return Choice(problem, solve(problem, time_limit_s=time_limit_s, gap=gap), screened)
+        return Choice(problem, answer(problem), screened)
     best_ms = min(found)[0]
     promising = [count for step_ms, count in sorted(found) if step_ms <= NEAR * best_ms][:NUM_SOLVED]
-    answers = [(problems[count], solve(problems[count], time_limit_s=time_limit_s, gap=gap)) for count in promising]
+    answers = [(problems[count], answer(problems[count])) for count in promising]
     problem, result = min(answers, key=_step_ms)
     return Choice(problem, result, screened)
 

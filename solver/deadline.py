@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+PLAN_SECONDS = 5.0  # for a search; more finds plans that are a percent or two faster, where steps are many
 Clock = Callable[[], float]  # seconds
 
 

@@ -1,4 +1,8 @@
-"""The memory account of many plans at once: `memory.account`'s numbers (tests hold it to equality) in vectors."""
+"""The memory account of many plans at once: `memory.account`'s numbers (tests hold it to equality) in vectors.
+
+Where boundaries are computed again, the position of a block that only runs forward again is left out: the backward of
+the block behind it, which comes later, needs more, unless that one is of a smaller kind.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +19,7 @@ from lazytrain.solver.memory import (
     sum_bytes,
     work_out,
 )
-from lazytrain.solver.plan import CPU, NVME, UnitPlan, least_chunks_behind
+from lazytrain.solver.plan import CPU, NONE, NVME, UnitPlan, least_chunks_behind
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.vectors import Decisions, Lookup
 
@@ -33,7 +37,7 @@ PART_FIELDS = (
     "workspace",
     "host",
 )
-FIELDS = (*PART_FIELDS, *NVME_FIELDS)
+FIELDS = (*PART_FIELDS, "again", *NVME_FIELDS)
 
 
 class Fitter:
@@ -81,7 +85,9 @@ class Fitter:
             later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner] + offload
         )
         behind = ahead[inner] - edge
-        backward = behind + kept + self._backward + parts["workspace"][inner] + ring + edge
+        again = parts["again"][inner].cumsum(axis=0)  # since the last boundary that was kept
+        again = again - np.maximum.accumulate(np.where(parts["again"][inner] > 0, 0, again), axis=0)
+        backward = behind + kept + again + self._backward + parts["workspace"][inner] + ring + edge
         positions = [
             later[0] + stored + self._embed[0],
             forward.max(axis=0),
@@ -106,9 +112,10 @@ class Fitter:
         problem, unit = self._problem, self._units[u]
         part, spilled = work_out(problem, unit, plan), moved_bytes(problem, unit, plan, (NVME,))
         values = [getattr(part, name) for name in PART_FIELDS]
+        again = boundary_bytes(problem, unit) if plan.boundary == NONE else 0
         lives = align(unit.weight_bytes) * (plan.weights == NVME), align(unit.state_bytes) * (plan.states == NVME)
         on_cpu = [size * (plan.update == CPU) for size in lives]
-        return [*values, *lives, *on_cpu, part.spill, sum(spilled) // problem.num_microbatches, part.nvme]
+        return [*values, again, *lives, *on_cpu, part.spill, sum(spilled) // problem.num_microbatches, part.nvme]
 
     def _sum_nvme(self, parts: dict[str, np.ndarray], depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of files on NVMe, those for new versions included, and of staging buffers in the host."""

@@ -27,6 +27,11 @@ def make_fixed_interval_plan(problem: Problem, interval: int) -> Plan | None:
     return min(plans, key=lambda plan: simulate_step_ms(problem, plan), default=None)
 
 
+def fits_fixed_interval(problem: Problem, interval: int) -> bool:
+    """Return whether a plan by the heuristic fits."""
+    return any(map(Accountant(problem).fits, _list_plans(problem, interval)))
+
+
 def _list_plans(problem: Problem, interval: int) -> Iterator[Plan]:
     last = len(problem.units) - 1
     blocks = [u for u in range(1, last) if problem.units[u].num_params]

@@ -165,6 +165,11 @@ class Plan:
                 return i, f"can be none only if that of block {start}, the last kept one before, is on the device"
         return None
 
+    @property
+    def drops_boundaries(self) -> bool:
+        """Return whether some boundary is computed again."""
+        return any(block.boundary == NONE for block in self.blocks)
+
     def with_prediction(self, predicted: Predicted, **statistics: Any) -> "Plan":
         """Return the same decisions with another prediction and further statistics."""
         return replace(self, predicted=predicted, solver={**self.solver, **statistics})

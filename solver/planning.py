@@ -21,11 +21,12 @@ from lazytrain.solver.backends import INFEASIBLE, Limits, list_solvers, solve_mo
 from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.bounds import Bound, bound_step
 from lazytrain.solver.choices import Keep, Lane
-from lazytrain.solver.deadline import Clock, Deadline
+from lazytrain.solver.deadline import PLAN_SECONDS, Clock, Deadline
 from lazytrain.solver.errors import SolverUnavailableError
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.memory import Accountant
 from lazytrain.solver.milp import Milp, build_milp
+from lazytrain.solver.packing import pack
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.pursuit import HORIZON_SLACK, Pursuit
@@ -71,9 +72,10 @@ class Result:
 def solve(
     problem: Problem,
     *,
-    time_limit_s: float = 5.0,
+    time_limit_s: float = PLAN_SECONDS,
     gap: float = 0.01,
     rival_ms: float = math.inf,
+    may_drop: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Result:
     """Return the fastest plan that was found, by its simulated step.
@@ -84,6 +86,7 @@ def solve(
         gap: relative; to stop when the plan is proven to be this near to the best one.
         rival_ms: the step of another problem's plan that would be taken instead: where no plan can beat it, there is no
             search.
+        may_drop: where nothing else fits, take a plan that computes boundaries again, which no bound covers.
         clock: seconds, for tests.
 
     Never raises for an infeasible problem: `plan` is None and `message` says what is missing.
@@ -112,7 +115,10 @@ def solve(
     starts = _list_mixed(pursuit)
     if pursuit.best is None:
         make_fit(pursuit, starts)
-    is_beaten = pursuit.bound_ms is not None and pursuit.bound_ms >= rival_ms
+    if pursuit.best is None and not deadline.is_over:
+        _take_packed(pursuit, may_drop)
+    is_dropping = pursuit.best is not None and pursuit.best.drops_boundaries
+    is_beaten = is_dropping or (pursuit.bound_ms is not None and pursuit.bound_ms >= rival_ms)
     if len(problem.blocks) <= FEW_BLOCKS and not is_beaten:
         _solve_exactly(pursuit, gap)
     if not is_beaten and (pursuit.gap is None or pursuit.gap > gap):
@@ -133,6 +139,16 @@ def use_slack(problem: Problem, plan: Plan) -> Plan:
     accountant = Accountant(problem)
     wider = (replace(plan, chunks_behind=n) for n in range(plan.num_microbatches, plan.chunks_behind, -1))
     return next(filter(accountant.fits, wider), plan)
+
+
+def _take_packed(pursuit: Pursuit, may_drop: bool) -> None:
+    """Take a plan that memory was filled for, where one fits."""
+    plan = pack(pursuit.problem, may_drop=may_drop)
+    if plan is None:
+        return
+    pursuit.take(plan, simulate_step_ms(pursuit.problem, plan), "packed")
+    if plan.drops_boundaries:
+        pursuit.bounds_ms.clear()
 
 
 def _finish(pursuit: Pursuit, baselines: list[Baseline], solver: str, seconds: float, gap: float) -> Result:

@@ -7,7 +7,9 @@ import pytest
 from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_problem
 
 from lazytrain.errors import ConfigError
+from lazytrain.recipes import bench_plans
 from lazytrain.recipes.bench_plans import choose_plan
+from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import make_plan
@@ -95,3 +97,17 @@ def test_embed_and_head_stay_off_a_disk_that_is_too_small_for_them(problem: Prob
 def test_a_plan_on_nvme_without_a_disk_names_the_remedy(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="--spill-dir"):
         choose_plan("all-on-nvme", problem)
+
+
+def test_heuristics_are_listed_once_for_all_names(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def list_counted(variant: Problem) -> list[Baseline]:
+        calls.append(variant.digest)
+        return list_baselines(variant)
+
+    bench_plans._list_heuristics.cache_clear()
+    monkeypatch.setattr(bench_plans, "list_baselines", list_counted)
+    for name in ("recompute_all", "keep_all", "greedy"):
+        choose_plan(name, problem)
+    assert len(calls) == len(set(calls)) == 2, "the problem, and the one without updates on the CPU"

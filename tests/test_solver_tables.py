@@ -17,6 +17,7 @@ from lazytrain.solver.problem import Problem
 SMALL = "qwen2.5-0.5b"
 SETTINGS = {
     "NUM_BLOCKS": (3,),
+    "NUM_SEEDS": 2,
     "SOLVED_CASES": (("h200", 1),),
     "GAINS_MODELS": (SMALL,),
     "GAINS_MACHINES": ("h200",),
