@@ -14,7 +14,7 @@ from torch import Tensor
 from lazytrain.kernels.norm import LANES, ROWS, count_tiles
 
 EXACT = {"enable_fp_fusion": False}
-NUM_WARPS = 4  # 8 lanes of a row for each thread: loads of 16 bytes
+NUM_WARPS = 2  # loads of 16 bytes, two of a row for each thread
 NONE, BF16, FP32 = 0, 1, 2  # what a pointer of the kernel leads to
 
 

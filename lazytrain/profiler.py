@@ -114,7 +114,7 @@ class Profiler:
             ctx = model.context(chunk, dtype)
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
-            embed = profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer)
+            embed = profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer, num_microbatches)
             costs = {}
             for unit in model.blocks:
                 if unit.kind not in costs:

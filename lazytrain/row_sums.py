@@ -1,5 +1,6 @@
 """Sums of gradients over rows of a matrix that were looked up, in fp32 and in an order that never changes."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,17 +18,19 @@ def sum_rows_into(grads_vd: Tensor, rows: Sequence[Tensor], cotangents: Sequence
         grads_vd: written, whatever it held; its dtype is what is rounded to.
         rows: of each microbatch, which row each position took, in the cotangents' order.
         cotangents: of each microbatch, (..., d).
-    Memory: PIECE_BYTES, or 64 columns where they are larger, but at most half of the columns; and as many columns of
-        one cotangent in fp32. With 16-bit gradients this is no more than the dense fp32 sum.
+    Memory: PIECE_BYTES, or what 64 columns take, where that is more, of the fp32 sum and the cotangents, as they are
+        and in fp32; at most half of the columns, but fewer than 128 columns are one piece.
     """
     num_rows, width = grads_vd.shape
-    columns = max(MIN_COLUMNS, PIECE_BYTES // (4 * max(1, num_rows)) // MIN_COLUMNS * MIN_COLUMNS)
-    columns = max(1, min(columns, width // 2))
-    for begin in range(0, width, columns):
-        part_vc = grads_vd[:, begin : begin + columns]
+    index_n = torch.cat([index.reshape(-1) for index in rows])
+    column_bytes = 4 * num_rows + sum((4 + dx.element_size()) * dx.numel() // width for dx in cotangents)
+    num_pieces = max(1, min(width // MIN_COLUMNS, max(2, math.ceil(column_bytes * width / PIECE_BYTES))))
+    pieces = [
+        x_nd.tensor_split(num_pieces, dim=1) for x_nd in (grads_vd, *(dx.reshape(-1, width) for dx in cotangents))
+    ]
+    for part_vc, *parts in zip(*pieces, strict=True):
         sums_vc = torch.zeros(part_vc.shape, dtype=torch.float32, device=grads_vd.device)
-        for index, dx in zip(rows, cotangents, strict=True):
-            add_rows_into(sums_vc, index.reshape(-1), dx.reshape(-1, width)[:, begin : begin + columns].float())
+        add_rows_into(sums_vc, index_n, torch.cat(parts).float())
         part_vc.copy_(sums_vc)
 
 

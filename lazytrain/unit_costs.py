@@ -17,6 +17,7 @@ from lazytrain.homes import owned_params
 from lazytrain.layout import UnitLayout
 from lazytrain.optimizer import AdamWSettings, update_unit_into
 from lazytrain.programs import BlockPrograms, ProgramCache
+from lazytrain.row_sums import sum_rows_into
 from lazytrain.solver.problem import ResidualPoint, UnitCost
 from lazytrain.sweep import embed_grads_into, head_grads_into
 from lazytrain.timer import Timer
@@ -150,14 +151,24 @@ def profile_embed(
     x_btd: Tensor,
     dtype: torch.dtype,
     timer: Timer,
+    num_microbatches: int,
 ) -> UnitCost:
-    """Measure the embed: rows forward, their sum backward."""
-    dx_btd, sums = torch.randn_like(x_btd) * 1e-3, _make_sums(params)
-
-    def backward() -> Any:
-        return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
-
-    point = _end_point(timer.median_ms(lambda: model.embed.fn(params, chunk)), backward, timer)
+    """Measure the embed: rows forward, their sum backward, as `GradientSink` makes it."""
+    dx_btd, forward_ms = torch.randn_like(x_btd) * 1e-3, timer.median_ms(lambda: model.embed.fn(params, chunk))
+    if model.embed.rows and not model.tied and params:
+        (value,) = params.values()
+        grads_vd, rows, dxs = torch.empty_like(value), [model.embed.rows(chunk)] * num_microbatches, [dx_btd]
+        point = _end_point(forward_ms, lambda: sum_rows_into(grads_vd, rows, dxs * num_microbatches), timer)
+        point = replace(
+            point,
+            backward_ms=point.backward_ms / num_microbatches,
+            # The planner counts a dense fp32 sum, of which the grads themselves are the smaller part.
+            workspace_bytes=max(0, point.workspace_bytes - 4 * value.numel() + grads_vd.nbytes),
+        )
+    else:
+        sums = _make_sums(params)
+        backward: Callable[[], Any] = lambda: embed_grads_into(model.embed, params, chunk, dx_btd, sums)  # noqa: E731
+        point = _end_point(forward_ms, backward if params else lambda: None, timer)
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))

@@ -192,6 +192,7 @@ def train(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # several runs may share the device, and answering takes other sizes
     last = losses[-max(1, task.num_steps // 10) :]
+    print(f"{kind}, seed {seed}: trained, loss {torch.stack(last).mean():.5f}; held-out problems next", flush=True)
     exact = answer(model, weights, task, device, limit, answer_rows) if task.job and limit != 0 else None
     tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     masters = [] if kind.startswith("8bit") else list(params.values())

@@ -162,21 +162,29 @@ class Durations:
 
     def reload(self) -> Affine:
         """The second load of weights, for backward."""
-        return self._draft.second_load[self._u] * self._copy(self._unit.weight_bytes, to_device=True)
+        ms = self._copy(self._unit.weight_bytes, to_device=True, in_backward=True)
+        return self._draft.second_load[self._u] * ms
 
     def move_boundary(self, *, to_device: bool) -> Affine:
-        ms = self._copy(self._num * self._unit.boundary_bytes, to_device=to_device, num_copies=self._num)
+        ms = self._copy(
+            self._num * self._unit.boundary_bytes, to_device=to_device, num_copies=self._num, in_backward=to_device
+        )
         return self._choice.boundary(lambda place: ms if place in AWAY else 0.0)
 
     def move_residuals(self, *, to_device: bool) -> Affine:
         def ms(keep: Keep) -> float:
             num_bytes = self._num * self._unit.points[keep.point].residual_bytes
-            return self._copy(num_bytes, to_device=to_device, num_copies=self._num) if keep.place in AWAY else 0.0
+            if keep.place not in AWAY:
+                return 0.0
+            return self._copy(num_bytes, to_device=to_device, num_copies=self._num, in_backward=to_device)
 
         return self._choice.keep(ms)
 
-    def _copy(self, num_bytes: int, *, to_device: bool, num_copies: int = 1) -> float:
-        return self._draft.ms(copy_ms(self._draft.problem, num_bytes, to_device=to_device, num_copies=num_copies))
+    def _copy(self, num_bytes: int, *, to_device: bool, num_copies: int = 1, in_backward: bool = False) -> float:
+        ms = copy_ms(
+            self._draft.problem, num_bytes, to_device=to_device, num_copies=num_copies, in_backward=in_backward
+        )
+        return self._draft.ms(ms)
 
 
 def follow(draft: Draft, op: Op, waits: Sequence[Affine]) -> None:

@@ -70,7 +70,7 @@ class Machine:
         self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self._keeps_events = False
-        self._copy_ms: dict[tuple[str, int, int], float] = {}
+        self._copy_ms: dict[tuple[str, int, int, bool], float] = {}
 
     def span(self, queue: str, name: str, u: int, ms: float, after: Iterable[float], at: float) -> float:
         """Run `ms` on a queue once `after` is due and a thread issued it at `at`; return when it ends."""
@@ -88,15 +88,26 @@ class Machine:
         return end
 
     def copy(
-        self, queue: str, name: str, u: int, num_bytes: int, after: Iterable[float], at: float, num: int = 1
+        self,
+        queue: str,
+        name: str,
+        u: int,
+        num_bytes: int,
+        after: Iterable[float],
+        at: float,
+        num: int = 1,
+        *,
+        in_backward: bool = False,
     ) -> float:
         """Copy over the link; see `span`."""
         self.bytes[queue] += num_bytes
         self.bytes["dram"] += num_bytes
-        key = queue, num_bytes, num
+        key = queue, num_bytes, num, in_backward
         ms = self._copy_ms.get(key)
         if ms is None:
-            ms = self._copy_ms[key] = copy_ms(self.problem, num_bytes, to_device=queue == H2D, num_copies=num)
+            ms = self._copy_ms[key] = copy_ms(
+                self.problem, num_bytes, to_device=queue == H2D, num_copies=num, in_backward=in_backward
+            )
         return self.span(queue, name, u, ms, after, at)
 
     def read(self, name: str, u: int, num_bytes: int, written: float) -> None:
@@ -153,7 +164,7 @@ class Machine:
                 after.append(self._grads_out[u])
         ticket = 0.0
         for name, num_bytes in copies:
-            ticket = self.copy(H2D, name, u, num_bytes, after, self.loader)
+            ticket = self.copy(H2D, name, u, num_bytes, after, self.loader, in_backward=not pending)
         self._copied["slot", slot] = self._copied["buffer", buffer] = ticket
         return ticket
 
@@ -193,7 +204,7 @@ class Machine:
                 self.read("unspill", u, pack.num_bytes, pack.written)
         after = [self._fetch_use[turn % NUM_BUFFERS], *(pack.out for pack in packs)]
         num_bytes = sum(pack.num_bytes for pack in packs)
-        return self.copy(H2D, "fetch", u, num_bytes, after, self.loader, self.num * len(packs))
+        return self.copy(H2D, "fetch", u, num_bytes, after, self.loader, self.num * len(packs), in_backward=True)
 
     def room_for_grads(self, u: int) -> float:
         """Return what a block's backward waits for: room for grads that go to the host; the first, the head's store."""

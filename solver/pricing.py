@@ -148,7 +148,8 @@ class _Machines:
             after = np.where(visit, np.maximum(after, due), after)
         ticket = np.zeros_like(self._main)
         if any_load or any_visit:
-            ms = load * copy_ms(self._problem, unit.weight_bytes, to_device=True) if any_load else 0.0
+            once = copy_ms(self._problem, unit.weight_bytes, to_device=True, in_backward=not pending)
+            ms = load * once if any_load else 0.0
             copies = load
             if any_visit:
                 ms, copies = ms + visit * has["visit"][u], load | visit

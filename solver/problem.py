@@ -133,7 +133,7 @@ class Hardware:
         device_memory_bytes, host_memory_bytes, nvme_bytes: what the plan may fill (context, fragmentation and other
             programs already taken off).
         h2d_gbs, d2h_gbs: pinned copies, each direction with the other one busy, beside updates on the CPU.
-        quiet_link_gbs: the same where the CPU updates nothing; 0 = no faster.
+        quiet_link_gbs: the same where the CPU updates nothing, as in backward; 0 = no faster.
         host_memory_gbs: DRAM bandwidth, reads and writes together.
         copy_latency_ms: fixed cost of one copy.
         matmul_tflops: achievable by large bf16 matrix products, for analytic costs only.

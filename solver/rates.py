@@ -5,13 +5,20 @@ from lazytrain.solver.problem import Problem, UnitCost
 BYTES_PER_MS = 1e6  # of one GB/s
 
 
-def copy_ms(problem: Problem, num_bytes: int, *, to_device: bool, num_copies: int = 1) -> float:
-    """Return the time of a copy over the link; between two places in the host's own RAM it is read plus write."""
+def copy_ms(
+    problem: Problem, num_bytes: int, *, to_device: bool, num_copies: int = 1, in_backward: bool = False
+) -> float:
+    """Return the time of a copy over the link; between two places in the host's own RAM it is read plus write.
+
+    Args:
+        in_backward: all updates on the CPU are over by then, and leave the host's memory to the link.
+    """
     hardware = problem.hardware
     latency = hardware.copy_latency_ms * num_copies
     if problem.device_is_host:
         return latency + 2 * num_bytes / (hardware.host_memory_gbs * BYTES_PER_MS)
-    return latency + num_bytes / ((hardware.h2d_gbs if to_device else hardware.d2h_gbs) * BYTES_PER_MS)
+    inward_gbs = max(hardware.h2d_gbs, hardware.quiet_link_gbs) if in_backward else hardware.h2d_gbs
+    return latency + num_bytes / ((inward_gbs if to_device else hardware.d2h_gbs) * BYTES_PER_MS)
 
 
 def sync_ms(problem: Problem) -> float:

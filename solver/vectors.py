@@ -84,8 +84,10 @@ class Tables:
         spilled = boundary * (plan.boundary == NVME), residuals * (plan.residuals == NVME)
         on_nvme = unit.weight_bytes * (plan.weights == NVME) + unit.state_bytes * (plan.states == NVME)
 
-        def copy(num_bytes: int, *, to_device: bool = False, num_copies: int = num) -> float:
-            return copy_ms(problem, num_bytes, to_device=to_device, num_copies=num_copies) if num_copies else 0.0
+        def copy(num_bytes: int, *, to_device: bool = False, num_copies: int = num, in_backward: bool = False) -> float:
+            if not num_copies:
+                return 0.0
+            return copy_ms(problem, num_bytes, to_device=to_device, num_copies=num_copies, in_backward=in_backward)
 
         values: dict[str, float] = {
             "streamed": streamed,
@@ -108,7 +110,7 @@ class Tables:
             "backward": num * point.backward_ms * (u != last),
             "offload_boundary": copy(boundary, num_copies=num * moves[0]),
             "offload_residuals": copy(residuals, num_copies=num * moves[1]),
-            "fetch": copy(packs, to_device=True, num_copies=num * sum(moves)),
+            "fetch": copy(packs, to_device=True, num_copies=num * sum(moves), in_backward=True),
             "spill_boundary": write_ms(problem, spilled[0]),
             "spill_residuals": write_ms(problem, spilled[1]),
             "unspill_boundary": read_ms(problem, spilled[0]),

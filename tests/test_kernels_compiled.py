@@ -57,7 +57,8 @@ for kernel, constants in CASES:
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
     )
-    options = dict(enable_fp_fusion=False, num_warps=4)
+    num_warps = norm_triton.NUM_WARPS if kernel is norm_triton.sum_tiles_kernel else 4
+    options = dict(enable_fp_fusion=False, num_warps=num_warps)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     names = sorted(set(re.findall(r"\\b(?:fma|mad|div|sqrt|rcp|rsqrt|add|sub|mul)\\.[a-z.]*f(?:32|64)", ptx)))
     reads = len(re.findall(r"^\\s*ld\\.global\\.v4\\.b32", ptx, re.MULTILINE))
