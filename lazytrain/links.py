@@ -159,6 +159,19 @@ def _measure_mix(
     return Rates(inward, outward, moved / elapsed_s / 1e9, updates / elapsed_s)
 
 
+def measure_library_bytes(device: torch.device) -> int:
+    """Return what matrix products make cuBLAS keep of the device's memory; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    a = torch.zeros(256, 256, dtype=torch.bfloat16, device=device)
+    before = torch.cuda.memory_allocated(device)
+    for product in (lambda: a @ a, lambda: torch.addmm(a[0], a, a)):
+        product()
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
 def _device_memory_gbs(device: torch.device, timer: MedianTimer) -> float:
     source = torch.empty(256 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

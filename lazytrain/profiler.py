@@ -15,7 +15,7 @@ from lazytrain.base import Batch, Model, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
 from lazytrain.homes import list_layouts, owned_params
-from lazytrain.links import measure_machine
+from lazytrain.links import measure_library_bytes, measure_machine
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.profile_cache import ProfileCache, describe_machine, describe_work, make_key
 from lazytrain.programs import ProgramCache
@@ -73,7 +73,7 @@ class Profiler:
         kept = self.cache.load(key, self.limits)
         if kept is not None:
             report(f"profile: measured before, in {self.cache.path(key)}")
-            self._compile(num_microbatches, report)
+            self.compile(num_microbatches, report)
             return replace(
                 kept,
                 model=self.name,
@@ -94,8 +94,8 @@ class Profiler:
         part = split_batch(self.batch, num_microbatches)[0]
         return {key: value.to(self.device) for key, value in part.items()}
 
-    def _compile(self, num_microbatches: int, report: Callable[[str], None]) -> None:
-        """Compile the programs of all kinds of blocks, where they are compiled at all."""
+    def compile(self, num_microbatches: int, report: Callable[[str], None]) -> None:
+        """Compile the programs of all kinds of blocks, where they are compiled at all, as `problem` does."""
         if not self.programs.compiles:
             return
         model, timer = self.model, Timer(device=self.device, floor_s=self.floor_s)
@@ -111,6 +111,7 @@ class Profiler:
         timer = Timer(device=self.device, floor_s=self.floor_s)
         chunk = self._chunk(num_microbatches)
         with torch.no_grad(), deterministic(self.device):
+            library_bytes = measure_library_bytes(self.device)
             ctx = model.context(chunk, dtype)
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
@@ -146,6 +147,7 @@ class Profiler:
             tied=bool(model.tied),
             train_flops=6.0 * model.num_params * int(tokens),
             file_head_bytes=head_room(list_layouts(model, self.settings, dtype)),
+            library_bytes=library_bytes,
         )
 
     def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:

@@ -100,6 +100,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
         problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
         if options.host_memory is not None:
             problem = replace(problem, hardware=replace(problem.hardware, host_memory_bytes=options.host_memory))
+        profiler.compile(problem.num_microbatches, say)  # so that no step's time or memory includes it
     else:
         count = options.microbatches or default_microbatches(profiler.batch, device)
         problem = profiler.problem(count, say)

@@ -63,7 +63,13 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
         for place, num_bytes in ((DEVICE, states[k]), (HOST, states[k] + grads[k])):
             visits.append((pick_lane(draft, k, states=AWAY, update=DEVICE, grads=place), num_bytes, counts[k]))
     grad_buffer = add_largest(model, [add_some(model, to_host[k], counts[k]) * grads[k] for k in blocks])
-    always = resident + slots + _add_buffers(draft, visits, NUM_RING_BUFFERS) + NUM_RING_BUFFERS * offload
+    always = (
+        size(align(problem.library_bytes))
+        + resident
+        + slots
+        + _add_buffers(draft, visits, NUM_RING_BUFFERS)
+        + NUM_RING_BUFFERS * offload
+    )
     ring = NUM_RING_BUFFERS * grad_buffer
     everything = total(kept)
     waiting = [pick_lane(draft, k, grads=DEVICE) * grads[k] for k in range(last + 1)]

@@ -62,7 +62,8 @@ def add_budgets(draft: Draft, slack: dict[str, Affine] | None = None) -> None:
 
 
 def _device_always(draft: Draft) -> Affine:
-    model, problem, parts = draft.model, draft.problem, []
+    model, problem = draft.model, draft.problem
+    parts = [Affine(constant=draft.size(align(problem.library_bytes)))]
     for u, unit in enumerate(problem.units):
         weights, states = draft.size(align(unit.weight_bytes)), draft.size(align(unit.state_bytes))
         parts.append(pick_lane(draft, u, weights=DEVICE) * weights + pick_lane(draft, u, states=DEVICE) * states)

@@ -70,7 +70,7 @@ class Fitter:
         depths = np.array([depth for depth, _ in many])
         inner = slice(1, self._last)
         slots, visits = parts["slot"][inner], parts["visit"]
-        always = parts["resident"].sum(axis=0)
+        always = parts["resident"].sum(axis=0) + align(self._problem.library_bytes)
         always += np.minimum(depths, (slots > 0).sum(axis=0)) * slots.max(axis=0)
         always += np.maximum(parts["slot"][0], parts["slot"][-1])
         always += np.minimum(NUM_RING_BUFFERS, (visits > 0).sum(axis=0)) * visits.max(axis=0)

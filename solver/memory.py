@@ -5,6 +5,7 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
 
     device, always    resident weights and states + min(P, streamed blocks) weight slots + one slot for embed and head,
                       where one is streamed + min(2, visiting) update buffers + 2 fetch buffers (of one chunk's)
+                      + what libraries hold
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
@@ -129,7 +130,7 @@ class Accountant:
             if part is None:
                 part = self._parts[u][decisions] = work_out(self._problem, self._units[u], decisions)
             parts.append(part)
-        always = _device_always(plan, parts)
+        always = _device_always(plan, parts) + align(self._problem.library_bytes)
         device = tuple((name, always + num_bytes) for name, num_bytes in self._list_positions(plan, parts))
         host, nvme = sum(part.host for part in parts), sum(part.nvme for part in parts)
         if nvme:

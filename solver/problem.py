@@ -194,6 +194,7 @@ class Problem:
             limit inside `host_memory_bytes`; a copy is a memcpy; compute, copies and updates share the cores.
         train_flops: of one step by the usual count (6 per parameter and token, attention on top), 0 = unknown.
         file_head_bytes: the room before weights or states in a file on NVMe; it grows with the tensors of a unit.
+        library_bytes: device memory that libraries hold for the whole run, cuBLAS's workspace above all.
     """
 
     version: int = VERSION
@@ -215,6 +216,7 @@ class Problem:
     tied: bool = False
     train_flops: float = 0.0
     file_head_bytes: int = 16384
+    library_bytes: int = 0
 
     @cached_property
     def units(self) -> tuple[UnitCost, ...]:
@@ -245,6 +247,7 @@ class Problem:
         check_number(self.tokens_per_step, "tokens_per_step", low=1, high=1e12, integer=True)
         check_number(self.train_flops, "train_flops", low=0, high=1e24)
         check_number(self.file_head_bytes, "file_head_bytes", low=0, high=MAX_BYTES, integer=True)
+        check_number(self.library_bytes, "library_bytes", low=0, high=MAX_BYTES, integer=True)
         if not self.prefetch_depths:
             raise PlannerError("prefetch_depths is empty; give at least one depth, for example 2")
         for depth in self.prefetch_depths:

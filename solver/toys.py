@@ -48,6 +48,7 @@ def make_toy_problem(
         num_microbatches=num_microbatches,
         hardware=hardware,
         allow_nvme=allow_nvme,
+        library_bytes=seed % 3 * MIB,
         tokens_per_step=1024,
         device_is_host=device_is_host,
         tied=rng.random() < 0.3,

@@ -167,3 +167,10 @@ def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
     with pytest.raises(KeyboardInterrupt):
         links._measure_mix(device, host, back, fail, 1000)
     assert threading.active_count() == before
+
+
+@pytest.mark.gpu
+def test_what_cublas_keeps_is_measured_each_time() -> None:
+    device = torch.device("cuda")
+    first, second = links.measure_library_bytes(device), links.measure_library_bytes(device)
+    assert 1 << 20 <= first == second
