@@ -124,6 +124,11 @@ class Model:
         """Return whether the embed's backward does without its weights, which may have left the device by then."""
         return self.embed.grads_into is not None or not self.embed.params
 
+    @property
+    def embed_rows(self) -> Callable[[Batch], Tensor] | None:
+        """Return the embed's `rows` where its gradients are summed by them, without a dense fp32 sum, or None."""
+        return self.embed.rows if self.embed.params and not self.tied else None
+
     def _is_tied(self, unit: Unit, name: str) -> bool:
         return unit is self.head and name in self.tied
 

@@ -32,6 +32,9 @@ from lazytrain.unit_costs import (
     profile_head,
 )
 
+# Of the device: batches, positions, sums of squares, and what cuts of 512 bytes take.
+SMALL_BYTES = 16 << 20
+
 
 @dataclass(kw_only=True)
 class Profiler:
@@ -112,6 +115,7 @@ class Profiler:
         chunk = self._chunk(num_microbatches)
         with torch.no_grad(), deterministic(self.device):
             library_bytes = measure_library_bytes(self.device)
+            library_bytes += SMALL_BYTES if library_bytes else 0
             ctx = model.context(chunk, dtype)
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
@@ -148,6 +152,7 @@ class Profiler:
             train_flops=6.0 * model.num_params * int(tokens),
             file_head_bytes=head_room(list_layouts(model, self.settings, dtype)),
             library_bytes=library_bytes,
+            embed_sums_densely=model.embed_rows is None,
         )
 
     def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:

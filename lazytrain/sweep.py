@@ -265,8 +265,8 @@ class Sweep:
         # The slot may be the head's by now; the trainer has checked that shapes will do.
         params = home.layout.shapes() if home.plan.is_streamed else self._views(home)
         with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:
-            if embed.rows and not self.model.tied:
-                sink.add_rows(home, [*map(embed.rows, batches)], cotangents)
+            if self.model.embed_rows is not None:
+                sink.add_rows(home, [*map(self.model.embed_rows, batches)], cotangents)
                 cotangents.clear()
             for dx_btd, batch in zip(cotangents if home.has_params else (), batches):
                 embed_grads_into(embed, params, batch, dx_btd, sink.sums(home))

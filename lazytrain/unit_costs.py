@@ -155,16 +155,11 @@ def profile_embed(
 ) -> UnitCost:
     """Measure the embed: rows forward, their sum backward, as `GradientSink` makes it."""
     dx_btd, forward_ms = torch.randn_like(x_btd) * 1e-3, timer.median_ms(lambda: model.embed.fn(params, chunk))
-    if model.embed.rows and not model.tied and params:
+    if model.embed_rows is not None:
         (value,) = params.values()
-        grads_vd, rows, dxs = torch.empty_like(value), [model.embed.rows(chunk)] * num_microbatches, [dx_btd]
+        grads_vd, rows, dxs = torch.empty_like(value), [model.embed_rows(chunk)] * num_microbatches, [dx_btd]
         point = _end_point(forward_ms, lambda: sum_rows_into(grads_vd, rows, dxs * num_microbatches), timer)
-        point = replace(
-            point,
-            backward_ms=point.backward_ms / num_microbatches,
-            # The planner counts a dense fp32 sum, of which the grads themselves are the smaller part.
-            workspace_bytes=max(0, point.workspace_bytes - 4 * value.numel() + grads_vd.nbytes),
-        )
+        point = replace(point, backward_ms=point.backward_ms / num_microbatches)
     else:
         sums = _make_sums(params)
         backward: Callable[[], Any] = lambda: embed_grads_into(model.embed, params, chunk, dx_btd, sums)  # noqa: E731

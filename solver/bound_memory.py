@@ -6,7 +6,15 @@ from typing import NamedTuple
 from lazytrain.solver.budget import AWAY
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.linear import Affine, total
-from lazytrain.solver.memory import NUM_RING_BUFFERS, align, boundary_bytes, chunk_sum_bytes, residual_bytes, sum_bytes
+from lazytrain.solver.memory import (
+    NUM_RING_BUFFERS,
+    align,
+    boundary_bytes,
+    chunk_sum_bytes,
+    embed_sum_bytes,
+    residual_bytes,
+    sum_bytes,
+)
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, least_chunks_behind
 from lazytrain.solver.problem import UnitCost
 from lazytrain.solver.rings import add_largest, add_some
@@ -48,12 +56,13 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
                 both = add_some(model, leaving + count - float(most), most)
                 away.append(both * ((boundary + bytes_of[keep]) / num))
             needs = size(units[k].points[keep.point].workspace_bytes)
-            residuals = bytes_of[keep] / (num if keep.place in AWAY else 1)
+            residuals = bytes_of[keep]
+            if keep.place in AWAY:  # one chunk's, and those in flight
+                residuals *= (1 + least_chunks_behind(num)) / num
             own.append((add_some(model, count, len(kinds[k].members)), residuals + needs, needs))
         kept.append(choice.boundary(lambda place, b=boundary: b if place == DEVICE else 0.0))  # type: ignore[misc]
         kept.append(choice.keep(lambda keep, b=bytes_of: b[keep] if keep.place == DEVICE else 0.0))  # type: ignore[misc]
     offload = add_largest(model, away)
-    behind = offload * least_chunks_behind(num)
     own_forward, own_backward = (add_largest(model, [some * sizes[i] for some, *sizes in own]) for i in (0, 1))
     counts = [len(kind.members) for kind in kinds]
     slots = _add_buffers(draft, [(draft.streamed[k], weights[k], counts[k]) for k in blocks], draft.prefetch_depth)
@@ -75,6 +84,7 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
     waiting = [pick_lane(draft, k, grads=DEVICE) * grads[k] for k in range(last + 1)]
     later = [waiting[k] - pick_lane(draft, k, weights=DEVICE, states=DEVICE) * grads[k] for k in range(last + 1)]
     sums = [size(sum_bytes(unit) if k in (0, last) else chunk_sum_bytes(problem, unit)) for k, unit in enumerate(units)]
+    leaving_sum, staying_sum = map(size, embed_sum_bytes(problem))
     tied = size(sum_bytes(problem.embed)) if problem.tied else 0.0
     work = [size(min(point.workspace_bytes for point in unit.points)) for unit in units]
     flow = min(size((problem.num_microbatches + 1) * align(units[k].boundary_bytes)) for k in blocks)
@@ -82,14 +92,15 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
     least_input, least_work = min(inputs[1:last]), min(work[1:last])
     one_more = size(align(units[last].boundary_bytes))
     positions = [
-        total(later) + work[0] + ring + to_host[0] * sums[0] + least_input,
-        total(later[1:]) + behind + 2 * min(inputs[1:]) + least_work,
-        everything + waiting[last] + behind + inputs[last] + one_more + work[last] + sums[last] + tied,
+        total(later) + work[0] + ring + to_host[0] * leaving_sum + least_input,
+        total(later[1:]) + 2 * min(inputs[1:]) + least_work,
+        everything + inputs[last] + one_more + work[last] + sums[last] + tied,
+        everything + inputs[last] + one_more + waiting[last] + sums[last] + tied,
         everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
         total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
-        behind + 2 * min(inputs[1:]) + own_forward,
+        2 * min(inputs[1:]) + own_forward,
         ring + flow + min(sums[1:last]) + own_backward,
-        total(waiting) + ring + least_input + work[0] + sums[0],
+        total(waiting) + ring + least_input + work[0] + to_host[0] * (leaving_sum - staying_sum) + staying_sum,
     ]
     host, nvme = _sum_far(draft, HOST), _sum_far(draft, NVME)
     hardware = problem.hardware

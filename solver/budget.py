@@ -14,6 +14,7 @@ from lazytrain.solver.memory import (
     align,
     boundary_bytes,
     chunk_sum_bytes,
+    embed_sum_bytes,
     residual_bytes,
     sum_bytes,
 )
@@ -37,8 +38,7 @@ def add_needs(draft: Draft) -> Needs:
     peak = draft.model.add_var()
     offload = _add_offload(draft)
     always = _device_always(draft) + offload * NUM_RING_BUFFERS
-    behind = offload * least_chunks_behind(draft.problem.num_microbatches)
-    for need in _device_positions(draft, behind):
+    for need in _device_positions(draft):
         draft.model.add_at_least(peak, always + need)
     return Needs(device_peak=peak, host=_host(draft) + _nvme_staging(draft), nvme=_nvme(draft))
 
@@ -97,8 +97,33 @@ def _add_offload(draft: Draft) -> Affine:
     return largest
 
 
-def _device_positions(draft: Draft, behind: Affine) -> list[Affine]:
-    """Return the needs of all positions; `behind`: offloads that are under way in forward."""
+def _add_in_flight(draft: Draft) -> list[Affine]:
+    """Add, per unit, what the offloads take that are under way in its forward: its own, or those of the last before."""
+    problem, model, last = draft.problem, draft.model, Affine()
+    behind, found = least_chunks_behind(problem.num_microbatches), [Affine()]
+    for u in range(1, len(draft.choices) - 1):
+        choice = draft.choices[u]
+        moved = _moved(draft, u, AWAY) * (behind / problem.num_microbatches)
+        found.append(add_largest(model, [last, moved]))
+        if moved.is_zero:
+            continue
+        is_moving, now = model.add_var(upper=1.0), model.add_var()
+        users = choice.boundary(lambda place: float(place in AWAY)) + choice.keep(lambda keep: keep.place in AWAY)
+        model.add_at_most(is_moving - users, 0.0)
+        model.add_at_least(now, moved)
+        model.add_at_least(now, last - is_moving * _most_moved(draft, behind))
+        last = now
+    return [*found, last]
+
+
+def _most_moved(draft: Draft, behind: int) -> float:
+    units = draft.problem.blocks
+    return draft.size(
+        max(behind * (align(b.boundary_bytes) + max(align(p.residual_bytes) for p in b.points)) for b in units)
+    )
+
+
+def _device_positions(draft: Draft) -> list[Affine]:
     problem, units, last = draft.problem, draft.problem.units, len(draft.choices) - 1
     num = problem.num_microbatches
     sizes = [draft.size(align(unit.grad_bytes)) for unit in units]
@@ -112,25 +137,31 @@ def _device_positions(draft: Draft, behind: Affine) -> list[Affine]:
     all_grads, all_later = grads_before[-1], later_before[-1]
     inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
     work = [_workspace(draft, u) for u in range(last + 1)]
-    edge_sums = [draft.size(sum_bytes(unit)) for unit in (problem.embed, problem.head)]
+    head_sum = draft.size(sum_bytes(problem.head))
+    leaving_sum, staying_sum = map(draft.size, embed_sum_bytes(problem))
     tied = draft.size(sum_bytes(problem.embed)) if problem.tied else 0.0
     edge = grads[last]
     stores = [(pick_lane(draft, u, grads=HOST), draft.size(align(x.grad_bytes))) for u, x in enumerate(units)]
     ring = add_buffer(draft.model, stores[1:-1]) * NUM_RING_BUFFERS
+    in_flight = _add_in_flight(draft)
 
-    positions = [all_later + work[0] + ring + stores[0][0] * edge_sums[0] + inputs[1]]
+    positions = [all_later + work[0] + ring + stores[0][0] * leaving_sum + inputs[1]]
     for u in range(1, last):
         own = work[u] + _residuals(draft, u, (DEVICE,)) + _residuals(draft, u, AWAY) * (1 / num)
-        positions.append(own + (inputs[u] + inputs[u + 1]) + (all_later - later_before[u]) + kept_before[u] + behind)
+        positions.append(
+            own + (inputs[u] + inputs[u + 1]) + (all_later - later_before[u]) + kept_before[u] + in_flight[u]
+        )
     one_more = draft.size(align(problem.head.boundary_bytes))
-    positions.append(work[last] + kept_before[last] + edge + behind + (inputs[last] + one_more + edge_sums[1] + tied))
+    fixed = inputs[last] + one_more + head_sum + tied
+    positions += [own + kept_before[last] + in_flight[last] + fixed for own in (work[last], edge)]
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
         flow = draft.size(num * cotangent + align(units[u].boundary_bytes))
         waiting = grads_before[last] - grads_before[u]
         sums = draft.size(chunk_sum_bytes(problem, units[u]))
         positions.append(work[u] + waiting + kept_before[u + 1] + edge + ring + (flow + sums + tied))
-    positions.append(work[0] + all_grads + ring + (inputs[1] + edge_sums[0]))
+    embed_sum = stores[0][0] * (leaving_sum - staying_sum) + staying_sum
+    positions.append(work[0] + all_grads + ring + embed_sum + inputs[1])
     return positions
 
 

@@ -15,6 +15,7 @@ from lazytrain.solver.memory import (
     align,
     boundary_bytes,
     chunk_sum_bytes,
+    embed_sum_bytes,
     moved_bytes,
     sum_bytes,
     work_out,
@@ -57,8 +58,8 @@ class Fitter:
             for users, size in zip(self._sharing, (unit.weight_bytes, unit.state_bytes), strict=True):
                 users[unit.kind, align(size)].append(u)
         work = problem.embed.points[0].workspace_bytes
-        self._embed = np.array([inputs[1] + work, sums[0]])
-        self._head = inputs[-1] + sizes[-1] + problem.head.points[0].workspace_bytes + sums[-1] + tied
+        self._embed, self._embed_sums = inputs[1] + work, embed_sum_bytes(problem)
+        self._head, self._head_work = inputs[-1] + sizes[-1] + sums[-1] + tied, problem.head.points[0].workspace_bytes
         self._forward = np.array([inputs[u] + inputs[u + 1] for u in blocks])[:, None]
         self._backward = np.array([num * max(sizes[u], sizes[u + 1]) + sizes[u] + sums[u] + tied for u in blocks])[
             :, None
@@ -74,26 +75,26 @@ class Fitter:
         always += np.minimum(depths, (slots > 0).sum(axis=0)) * slots.max(axis=0)
         always += np.maximum(parts["slot"][0], parts["slot"][-1])
         always += np.minimum(NUM_RING_BUFFERS, (visits > 0).sum(axis=0)) * visits.max(axis=0)
-        offload = least_chunks_behind(self._problem.num_microbatches) * parts["moved"][inner].max(axis=0)
+        in_flight, moved = self._list_in_flight(parts["moved"][inner])
         always += NUM_RING_BUFFERS * parts["moved"].max(axis=0)
         ring = NUM_RING_BUFFERS * parts["host_grads"][inner].max(axis=0)
-        stored = ring + self._embed[1] * (parts["host_grads"][0] > 0)
+        leaves = parts["host_grads"][0] > 0
+        embed_sum = np.where(leaves, *self._embed_sums)
+        stored = ring + embed_sum * leaves
         waiting, edge, kept = parts["waiting"], parts["waiting"][-1], parts["kept"][inner].cumsum(axis=0)
         ahead, later = (parts[name][::-1].cumsum(axis=0)[::-1] for name in ("waiting", "later"))  # it and all behind it
         before = kept - parts["kept"][inner]
-        forward = (
-            later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner] + offload
-        )
+        forward = later[inner] + before + self._forward + parts["residuals"][inner] + parts["workspace"][inner]
         behind = ahead[inner] - edge
         again = parts["again"][inner].cumsum(axis=0)  # since the last boundary that was kept
         again = again - np.maximum.accumulate(np.where(parts["again"][inner] > 0, 0, again), axis=0)
         backward = behind + kept + again + self._backward + parts["workspace"][inner] + ring + edge
         positions = [
-            later[0] + stored + self._embed[0],
-            forward.max(axis=0),
-            kept[-1] + self._head + edge + offload,
+            later[0] + stored + self._embed,
+            (forward + in_flight).max(axis=0),
+            kept[-1] + self._head + np.maximum(self._head_work, edge) + moved,
             backward.max(axis=0),
-            ahead[1] - edge + self._embed[0] + waiting[0] + ring + edge + self._embed[1],
+            ahead[1] - edge + self._embed + waiting[0] + ring + edge + embed_sum,
         ]
         peak = always + np.maximum.reduce(positions)
         hardware, host = self._problem.hardware, parts["host"].sum(axis=0)
@@ -107,6 +108,14 @@ class Fitter:
     def fits(self, many: Sequence[Decisions]) -> np.ndarray:
         """Return which plans fit in every tier."""
         return self.measure(many)[1] == 0
+
+    def _list_in_flight(self, moved: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what offloads in flight take at each block's forward, and at the head; [block, plan] and [plan]."""
+        behind, last, rows = least_chunks_behind(self._problem.num_microbatches), np.zeros_like(moved[0]), []
+        for row in moved:
+            rows.append(behind * np.maximum(last, row))
+            last = np.where(row > 0, row, last)
+        return np.stack(rows), behind * last
 
     def _describe(self, u: int, plan: UnitPlan) -> list[int]:
         problem, unit = self._problem, self._units[u]

@@ -9,13 +9,14 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
     device, embed     + grads that wait for their update + what the last step's stores still read: 2 grad buffers and
                       the fp32 sum of the embed's grads, where they go to the host
     device, forward   + kept boundaries so far + kept residuals so far + own input and output of all chunks
-                      + own residuals (one chunk's where they leave) + B chunks' offloads in flight
+                      + own residuals (one chunk's where they leave) + B chunks' offloads in flight, its own or those of
+                      the last block before that sent any
                       + grads that wait for their turn to be updated + workspace
     device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
                       + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
                       + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace
-    embed and head    + an fp32 sum of their grads
+    embed and head    + an fp32 sum of their grads, but for an embed's that is made some columns at a time
     host              weights, states, grads, offloaded things; staging buffers for what lives on NVMe
     nvme              weights and states, each behind a head; spilled things, a file for each chunk
                       + two files for new versions per size of weights, per size of states, of the largest spilled
@@ -76,6 +77,12 @@ def chunk_sum_bytes(problem: Problem, unit: UnitCost) -> int:
     return sum_bytes(unit) + align(unit.grad_bytes)
 
 
+def embed_sum_bytes(problem: Problem) -> tuple[int, int]:
+    """Return what the sum of the embed's grads takes where they leave for the host, and beside those that stay."""
+    dense = sum_bytes(problem.embed)
+    return (dense, dense) if problem.embed_sums_densely else (align(problem.embed.grad_bytes), 0)
+
+
 def boundary_bytes(problem: Problem, unit: UnitCost) -> int:
     """Return the bytes of a unit's input, all chunks."""
     return problem.num_microbatches * align(unit.boundary_bytes)
@@ -114,6 +121,7 @@ class Accountant:
         self._parts: list[dict[UnitPlan, Part]] = [{} for _ in self._units]
         self._inputs = [boundary_bytes(problem, unit) for unit in self._units]
         edges = (0, len(self._units) - 1)
+        self._embed_sums = embed_sum_bytes(problem)
         self._sums = [
             sum_bytes(unit) if u in edges else chunk_sum_bytes(problem, unit) for u, unit in enumerate(self._units)
         ]
@@ -148,21 +156,24 @@ class Accountant:
         num, blocks, head = problem.num_microbatches, parts[1:-1], problem.head
         waiting = sum(part.later for part in parts)
         ring = NUM_RING_BUFFERS * max(part.host_grads for part in blocks)
-        stored = ring + (sums[0] if parts[0].host_grads else 0)  # of the last step, until the first block
-        offload, kept = plan.chunks_behind * max(part.moved for part in blocks), 0
+        embed_sum = self._embed_sums[0 if parts[0].host_grads else 1]
+        stored = ring + (embed_sum if parts[0].host_grads else 0)  # of the last step, until the first block
+        kept = moved = 0  # moved: a chunk's, by the last block that sent any away
 
         yield "embed", waiting + stored + inputs[1] + problem.embed.points[0].workspace_bytes
         waiting -= parts[0].later
         for i, part in enumerate(blocks):
             own = inputs[i + 1] + inputs[i + 2] + part.residuals + part.workspace
-            yield self._forward_at[i], waiting + kept + own + offload
+            yield self._forward_at[i], waiting + kept + own + plan.chunks_behind * max(moved, part.moved)
             waiting -= part.later
             kept += part.kept
+            moved = part.moved or moved
 
-        edge = parts[-1].waiting  # the old ones until their update, then the new ones
+        edge = parts[-1].waiting
         waiting -= parts[-1].later
-        own = inputs[-1] + align(head.boundary_bytes) + head.points[0].workspace_bytes + sums[-1]
-        yield "head", kept + own + edge + tied + offload
+        # The grads of the step before went with their update, the new ones are rounded when the workspace is free.
+        own = inputs[-1] + align(head.boundary_bytes) + max(head.points[0].workspace_bytes, edge) + sums[-1]
+        yield "head", kept + own + tied + plan.chunks_behind * moved
 
         for i, is_again in backward_visits(plans[1:-1]):
             part, unit = blocks[i], self._units[i + 1]
@@ -178,7 +189,7 @@ class Accountant:
             kept -= part.kept or (inputs[i + 1] if plans[i + 1].boundary == NONE else 0)
 
         own = inputs[1] + problem.embed.points[0].workspace_bytes + parts[0].waiting
-        yield "embed backward", waiting + own + ring + edge + sums[0]
+        yield "embed backward", waiting + own + ring + edge + embed_sum
 
 
 def find_shortage(problem: Problem, usage: Usage) -> dict[str, int]:

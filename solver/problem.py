@@ -195,6 +195,8 @@ class Problem:
         train_flops: of one step by the usual count (6 per parameter and token, attention on top), 0 = unknown.
         file_head_bytes: the room before weights or states in a file on NVMe; it grows with the tensors of a unit.
         library_bytes: device memory that libraries hold for the whole run, cuBLAS's workspace above all.
+        embed_sums_densely: the embed's grads are summed in an fp32 tensor of their size; else some columns at a time,
+            which its workspace includes.
     """
 
     version: int = VERSION
@@ -217,6 +219,7 @@ class Problem:
     train_flops: float = 0.0
     file_head_bytes: int = 16384
     library_bytes: int = 0
+    embed_sums_densely: bool = True
 
     @cached_property
     def units(self) -> tuple[UnitCost, ...]:

@@ -51,7 +51,8 @@ def make_toy_problem(
         library_bytes=seed % 3 * MIB,
         tokens_per_step=1024,
         device_is_host=device_is_host,
-        tied=rng.random() < 0.3,
+        tied=(tied := rng.random() < 0.3),
+        embed_sums_densely=tied or seed % 4 > 1,
     )
 
 
