@@ -64,7 +64,7 @@ def take_a_step(plan: Planned, spill_dir: Path | None) -> float:
     [
         ("device", {"device": 1 * MIB, "host": ROOMY}),
         ("host", {"device": 14 * MIB, "host": 16 * MIB}),
-        ("nvme", {"device": 14 * MIB, "host": 24 * MIB, "nvme": 12 * MIB}),
+        ("nvme", {"device": 14 * MIB, "host": 24 * MIB, "nvme": 21 * MIB // 2}),
     ],
 )
 def test_a_refused_run_runs_with_the_memory_that_it_was_told_to_be_given(
