@@ -15,6 +15,7 @@ def grow_chunk(problem: Problem, factor: float) -> Problem:
                 point,
                 residual_bytes=math.ceil(point.residual_bytes * factor),
                 forward_ms=point.forward_ms * factor,
+                quiet_forward_ms=point.quiet_forward_ms * factor,
                 backward_ms=point.backward_ms * factor,
                 workspace_bytes=math.ceil(point.workspace_bytes * factor),
             )

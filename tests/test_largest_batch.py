@@ -142,5 +142,9 @@ def test_costs_of_more_rows_and_of_more_chunks_are_those_of_the_larger_batch() -
             assert ours.residual_bytes == pytest.approx(theirs.residual_bytes, rel=1e-6)
             assert ours.workspace_bytes == pytest.approx(theirs.workspace_bytes, rel=1e-6)
     assert grown.tokens_per_step == large.tokens_per_step
+    quiet = tuple(replace(point, quiet_forward_ms=point.forward_ms / 2) for point in small.blocks[0].points)
+    slowed = replace(small, blocks=(replace(small.blocks[0], points=quiet), *small.blocks[1:]))
+    for point in grow_chunk(slowed, 6.0).blocks[0].points:
+        assert point.quiet_forward_ms == pytest.approx(point.forward_ms / 2)
     assert cut == replace(chunks, train_flops=cut.train_flops)
     assert cut.train_flops == pytest.approx(chunks.train_flops)
