@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measure
     )
     start_s = time.perf_counter()
     if options.problem is not None:
-        problem = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
+        problem = Problem.load(options.problem)
         if options.host_memory is not None:
             problem = replace(problem, hardware=replace(problem.hardware, host_memory_bytes=options.host_memory))
         profiler.compile(problem.num_microbatches, say)  # so that no step's time or memory includes it

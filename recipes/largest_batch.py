@@ -31,6 +31,7 @@ from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.failures import describe_error, make_directory
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.solver.capacity import find_largest_batch
+from lazytrain.solver.costs import MAX_TOKENS
 from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_largest_batch, format_plan
@@ -39,7 +40,7 @@ from lazytrain.solver.memory import GIB, Usage, account
 from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import solve
-from lazytrain.solver.problem import Problem
+from lazytrain.solver.problem import Problem, check_number
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.sizes import parse_size
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
@@ -73,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Attempt]:
     """Return the attempts in order; write them with the planner's numbers to `largest_batch.json` in `options.out`."""
     start_s = time.perf_counter()
+    for what in ("microbatch", "seq", "steps"):
+        if (value := getattr(options, what)) is not None:
+            check_number(value, f"--{what}", low=1, high=MAX_TOKENS, integer=True)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and options.gpu_memory is not None:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -152,7 +156,7 @@ def _profile(
     rows = options.microbatch or PROFILED_ROWS
     limits = default_limits(device, gpu_memory=options.gpu_memory, host_memory=options.host_memory)
     if options.problem is not None:
-        kept = Problem.from_dict(json.loads(options.problem.read_text(encoding="utf-8")))
+        kept = Problem.load(options.problem)
         if kept.tokens_per_step != rows * options.seq:
             raise ConfigError(
                 f"--problem {options.problem} is of {kept.tokens_per_step} tokens; needed are {rows} rows."

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lazytrain.solver.errors import PlannerError
@@ -284,3 +285,13 @@ class Problem:
         problem = cls(**values)
         problem.validate()
         return problem
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Problem":
+        """Read a problem.json; raises `PlannerError` with the file's name."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError) as error:
+            raise PlannerError(f"{path} can't be read as a problem: {error}") from error
+        except PlannerError as error:
+            raise PlannerError(f"{path}: {error}") from error

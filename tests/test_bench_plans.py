@@ -7,7 +7,7 @@ import pytest
 from test_solver_edges import ON_CPU, RESIDENT, STREAMED, STREAMED_ON_CPU, make_problem
 
 from lazytrain.errors import ConfigError
-from lazytrain.recipes import bench_plans
+from lazytrain.recipes import bench, bench_plans
 from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.solver.baselines import Baseline, list_baselines
 from lazytrain.solver.errors import PlannerError
@@ -97,6 +97,15 @@ def test_embed_and_head_stay_off_a_disk_that_is_too_small_for_them(problem: Prob
 def test_a_plan_on_nvme_without_a_disk_names_the_remedy(problem: Problem) -> None:
     with pytest.raises(ConfigError, match="--spill-dir"):
         choose_plan("all-on-nvme", problem)
+
+
+def test_a_problem_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "problem.json").write_text("{bad", encoding="utf-8")
+    flags = ["--model", "qwen2.5-0.5b", "--batch", "1", "--seq", "8", "--device", "cpu", "--out", str(tmp_path)]
+    assert bench.main([*flags, "--problem", str(tmp_path / "problem.json")]) == 2
+    told = capsys.readouterr().err
+    assert "problem.json can't be read as a problem: " in told
+    assert told.count("\n") == 1
 
 
 def test_heuristics_are_listed_once_for_all_names(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,35 @@ def test_a_problem_of_other_rows_is_refused(shape: Path, tmp_path: Path, capsys:
     assert "is of 48 tokens; needed are 8 rows" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--microbatch", "0"), "--microbatch is 0; it must lie between 1"),
+        (("--microbatch", "-1"), "--microbatch is -1; it must lie between 1"),
+        (("--seq", "0"), "--seq is 0; it must lie between 1"),
+        (("--steps", "0"), "--steps is 0; it must lie between 1"),
+        (("--problem", "broken.json"), "broken.json can't be read as a problem: "),
+        (("--problem", "none.json"), "none.json can't be read as a problem: "),
+        (("--problem", "empty.json"), "empty.json: problem lacks the field "),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: tuple[str, ...],
+    text: str,
+    shape: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{bad", encoding="utf-8")
+    Path("empty.json").write_text("{}", encoding="utf-8")
+    assert main(["--model", str(shape), "--device", "cpu", "--out", "out", *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {text}")
+    assert told.count("\n") == 1
+
+
 def make_attempt(limit_bytes: int, *, base: int = 100, row: int = 10) -> Callable[[int, int], Attempt]:
     def attempt(batch: int, num_steps: int) -> Attempt:
         peak = base + row * batch
