@@ -15,7 +15,7 @@ from lazytrain.slabs import available_host_bytes
 from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.memory import account, find_shortage
 from lazytrain.solver.plan import Plan
-from lazytrain.solver.planning import Result, explain_infeasible, solve
+from lazytrain.solver.planning import Result, solve
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate
 
@@ -86,21 +86,18 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
     return Planned(plan, problem, Result(plan=plan, code="feasible", message=f"read from {path}", statistics={}))
 
 
-def solve_problem(
-    *problems: Problem | None, time_limit_s: float = PLAN_SECONDS, may_drop: bool = False
-) -> Planned | None:
+def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
     """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any.
 
     Args:
         time_limit_s: for each problem.
-        may_drop: see `solver.planning.solve`.
     """
     best: Planned | None = None
     best_ms = math.inf
     for problem in problems:
         if problem is None:
             continue
-        result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms, may_drop=may_drop)
+        result = solve(problem, time_limit_s=time_limit_s, rival_ms=best_ms)
         if result.plan is None:
             continue
         assert result.plan.predicted is not None
@@ -140,8 +137,9 @@ def choose_plan(
             break
         report(f"nothing fits with {count} microbatches: trying {min(2 * count, num_rows)}")
         count = min(2 * count, num_rows)
-    planned = solve_problem(problem, time_limit_s=time_limit_s, may_drop=True)
-    if planned is None:
-        raise MemoryBudgetError(explain_infeasible(problem))
-    report("only a plan fits that computes boundaries again: a step takes longer")
-    return planned
+    result = solve(problem, time_limit_s=time_limit_s, may_drop=True)
+    if result.plan is None:
+        raise MemoryBudgetError(result.message)
+    if result.plan.drops_boundaries:
+        report("only a plan fits that computes boundaries again: a step takes longer")
+    return Planned(result.plan, problem, result)

@@ -115,7 +115,8 @@ def solve(
     starts = _list_mixed(pursuit)
     if pursuit.best is None:
         make_fit(pursuit, starts)
-    if pursuit.best is None and not deadline.is_over:
+    is_packed = pursuit.best is None and not deadline.is_over
+    if is_packed:
         _take_packed(pursuit, may_drop)
     is_dropping = pursuit.best is not None and pursuit.best.drops_boundaries
     is_beaten = is_dropping or (pursuit.bound_ms is not None and pursuit.bound_ms >= rival_ms)
@@ -125,9 +126,10 @@ def solve(
         search(pursuit, starts, baselines)
     seconds = clock() - start_s
     if pursuit.best is None:
-        return Result(
-            plan=None, code="infeasible", message=explain_infeasible(problem), statistics={"seconds": seconds}
-        )
+        message = explain_infeasible(problem)
+        if not is_packed:
+            message = f"{time_limit_s:g} s ended before all was tried: raise the time limit. Else {message}"
+        return Result(plan=None, code="infeasible", message=message, statistics={"seconds": seconds})
     return _finish(pursuit, baselines, solver, seconds, gap)
 
 

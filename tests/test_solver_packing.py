@@ -86,6 +86,9 @@ def test_boundaries_are_dropped_only_where_nothing_else_fits() -> None:
     assert answer.plan.predicted is not None
     assert answer.plan.predicted.step_ms == simulate_step_ms(large, answer.plan)
     assert Accountant(large).fits(answer.plan)
+    hurried = solve(large, may_drop=True, time_limit_s=1e-6)
+    assert hurried.plan is None
+    assert "raise the time limit" in hurried.message, "more memory is not what it lacks"
     kept = solve(small, may_drop=True, rival_ms=0.0).plan
     assert kept is not None
     assert not kept.drops_boundaries
