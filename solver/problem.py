@@ -133,8 +133,8 @@ class Hardware:
     Attributes:
         device_memory_bytes, host_memory_bytes, nvme_bytes: what the plan may fill (context, fragmentation and other
             programs already taken off).
-        h2d_gbs, d2h_gbs: pinned copies, each direction with the other one busy, beside updates on the CPU.
-        quiet_link_gbs: the same where the CPU updates nothing, as in backward; 0 = no faster.
+        h2d_gbs, d2h_gbs: pinned copies, with both directions busy half of the time, beside updates on the CPU.
+        quiet_link_gbs: with both busy all the time where the CPU updates nothing, as in backward; 0 = no faster.
         host_memory_gbs: DRAM bandwidth, reads and writes together.
         copy_latency_ms: fixed cost of one copy.
         matmul_tflops: achievable by large bf16 matrix products, for analytic costs only.
@@ -229,11 +229,12 @@ class Problem:
 
     def without_cpu_updates(self) -> "Problem | None":
         """Return the problem in which the CPU updates nothing: copies and launches are faster; None if not a choice."""
-        link = self.hardware.quiet_link_gbs
-        if not (self.allow_cpu_update and self.allow_device_update) or link <= self.hardware.h2d_gbs:
-            return None
-        hardware = replace(self.hardware, h2d_gbs=link, d2h_gbs=max(link, self.hardware.d2h_gbs))
+        link, old = self.hardware.quiet_link_gbs, self.hardware
+        hardware = replace(old, h2d_gbs=max(link, old.h2d_gbs), d2h_gbs=max(link, old.d2h_gbs))
         blocks = tuple(block.without_cpu_updates() for block in self.blocks)
+        is_faster = link > old.h2d_gbs or blocks != self.blocks
+        if not (self.allow_cpu_update and self.allow_device_update and is_faster):
+            return None
         return replace(self, hardware=hardware, blocks=blocks, allow_cpu_update=False)
 
     @cached_property

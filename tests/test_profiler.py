@@ -104,6 +104,11 @@ def test_forward_beside_updates_on_the_cpu_is_slower_by_what_was_measured() -> N
     variant = replace(problem, hardware=hardware, blocks=blocks).without_cpu_updates()
     assert variant is not None
     assert [point.forward_ms for point in variant.blocks[0].points[:2]] == [2.0, blocks[0].points[1].forward_ms]
+    same = replace(hardware, quiet_link_gbs=10.0)
+    quick = replace(problem, hardware=same, blocks=blocks).without_cpu_updates()
+    assert quick is not None, "launches alone are reason enough"
+    assert (quick.hardware.h2d_gbs, quick.blocks[0].points[0].forward_ms) == (10.0, 2.0)
+    assert replace(problem, hardware=same).without_cpu_updates() is None
 
 
 def test_updates_beside_a_measurement_end_with_it() -> None:
