@@ -64,6 +64,11 @@ class ResidualPoint:
     workspace_bytes: int
     quiet_forward_ms: float = 0.0
 
+    @property
+    def forward_alone_ms(self) -> float:
+        """Return forward's time where the CPU updates nothing meanwhile."""
+        return self.quiet_forward_ms or self.forward_ms
+
     def validate(self, where: str) -> None:
         """Raise `PlannerError` for a number that can't be."""
         for name in ("residual_bytes", "workspace_bytes"):
@@ -112,7 +117,7 @@ class UnitCost:
 
     def without_cpu_updates(self) -> "UnitCost":
         """Return the unit's costs where the CPU updates nothing meanwhile."""
-        points = (replace(point, forward_ms=point.quiet_forward_ms or point.forward_ms) for point in self.points)
+        points = (replace(point, forward_ms=point.forward_alone_ms) for point in self.points)
         return replace(self, points=tuple(points))
 
     @classmethod

@@ -188,7 +188,7 @@ class _Step:
             after = [machine.bring(u, pending=False)]
             if is_again:
                 machine.main = max(machine.main, machine.loader)
-                ms = num * self._units[u].points[0].forward_ms
+                ms = num * self._units[u].points[0].forward_alone_ms
                 done = machine.span(COMPUTE, "forward again", u, ms, after, machine.main)
                 launched.append(machine.main)
                 machine.used(u, done)

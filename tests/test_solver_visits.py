@@ -9,13 +9,14 @@ from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.fixed_interval import make_fixed_interval_plan
 from lazytrain.solver.memory import account, align, boundary_bytes
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
+from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate
 from lazytrain.solver.visits import backward_visits
 
 AGAIN = replace(STREAMED_ON_CPU, boundary="none")
 
 
-def plans(blocks: list[UnitPlan]) -> tuple[object, Plan]:
+def plans(blocks: list[UnitPlan]) -> tuple[Problem, Plan]:
     problem = make_problem(3, num_blocks=len(blocks))
     return problem, make_plan(problem, [ON_CPU, *blocks, ON_CPU], 2)
 
@@ -37,6 +38,16 @@ def test_the_simulator_plays_what_the_executor_does() -> None:
     assert played.busy_ms["compute"] - plain.busy_ms["compute"] == pytest.approx(extra_ms)
     loads = sum(blocks[i].weight_bytes for i in (0, 1, 2, 3, 0, 1, 2, 3, 1, 0))
     assert played.moved_bytes["h2d"] == problem.embed.weight_bytes + loads + problem.head.weight_bytes
+
+
+def test_a_repeated_forward_has_no_updates_on_the_cpu_beside_it() -> None:
+    problem, again = plans([STREAMED_ON_CPU, AGAIN, AGAIN, AGAIN])
+    _, kept = plans([STREAMED_ON_CPU] * 4)
+    points = [replace(point, quiet_forward_ms=point.forward_ms / 2) for point in problem.blocks[0].points]
+    slowed = replace(problem, blocks=tuple(replace(unit, points=tuple(points)) for unit in problem.blocks))
+    played, plain = simulate(slowed, again), simulate(slowed, kept)
+    extra_ms = 3 * slowed.num_microbatches * points[0].quiet_forward_ms
+    assert played.busy_ms["compute"] - plain.busy_ms["compute"] == pytest.approx(extra_ms)
 
 
 def test_memory_counts_regained_boundaries_while_they_live() -> None:
