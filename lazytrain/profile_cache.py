@@ -112,7 +112,9 @@ def user_cache() -> ProfileCache:
 def _digest_of_code() -> str:
     """Return a hash of the package's own sources: a faster kernel is measured anew."""
     package = Path(__file__).parent
-    files = sorted([*package.glob("*.py"), *package.glob("kernels/*.py"), *package.glob("kernels/*.cpp")])
+    files = sorted(
+        [*package.glob("*.py"), *(f for end in ("py", "cpp", "h") for f in package.glob(f"kernels/*.{end}"))]
+    )
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.read_bytes())

@@ -8,7 +8,8 @@ import torch
 from test_profiler import GIB, make_profiler
 from toys import make_batch, make_model
 
-from lazytrain import adamw8bit
+from lazytrain import adamw8bit, profile_cache
+from lazytrain.kernels import native
 from lazytrain.profile_cache import ProfileCache
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
@@ -39,6 +40,14 @@ def test_the_same_work_is_measured_once_and_takes_the_limits_of_now(tmp_path: Pa
     assert second.hardware.device_memory_bytes == GIB // 2
     assert second.model == "other"
     assert replace(second, hardware=first.hardware, model=first.model) == first
+
+
+def test_another_kernel_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    profile_cache._digest_of_code()
+    assert {native.SOURCE.name, *(header.name for header in native.HEADERS), "native.py", "profiler.py"} <= set(read)
 
 
 OTHERS = {
