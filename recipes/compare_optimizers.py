@@ -134,19 +134,15 @@ def describe(outcome: Outcome) -> str:
 
 def compare(command: str, outcomes: list[Outcome]) -> None:
     """Print each optimizer's numbers beside torch's: inside the spread of its seeds, or the relative difference."""
-    theirs = {o.seed: o for o in outcomes if o.kind == "torch"}
     for kind in dict.fromkeys(o.kind for o in outcomes if o.kind != "torch"):
         for what in ("train_loss", "held_out_loss", "exact_match"):
-            pairs = [
-                (getattr(o, what), getattr(theirs[o.seed], what))
-                for o in outcomes
-                if o.kind == kind and o.seed in theirs
-            ]
-            if not pairs or pairs[0][0] is None:
+            known = [(o.kind, o.seed, getattr(o, what)) for o in outcomes if getattr(o, what) is not None]
+            theirs = {seed: value for name, seed, value in known if name == "torch"}
+            pairs = [(value, theirs[seed]) for name, seed, value in known if name == kind and seed in theirs]
+            if not pairs:
                 continue
             ours, truth = (statistics.mean(side) for side in zip(*pairs))
-            spread = [getattr(o, what) for o in theirs.values()]
-            low, high = min(spread), max(spread)
+            low, high = min(theirs.values()), max(theirs.values())
             line = f"{kind:13s} {what:14s} mean {ours:.5f}, torch {truth:.5f} (seeds {low:.5f} to {high:.5f})"
             if command == "scratch":
                 worst = max(abs(a / b - 1) for a, b in pairs)
@@ -175,6 +171,8 @@ def read_outcomes(paths: list[Path]) -> tuple[str, list[Outcome]]:
         except (ValueError, TypeError) as error:
             raise DataError(f"{path} is not what this program writes: {error}") from error
         for row in rows:
+            if row.kind not in KINDS:
+                raise DataError(f"{path}: {row.kind!r} is no optimizer. Known are {', '.join(KINDS)}.")
             key = KINDS.index(row.kind), row.seed
             if key in found:
                 raise DataError(f"{path}: {row.kind}, seed {row.seed} is in another file, too; name one of the two")

@@ -136,6 +136,15 @@ def test_runs_of_several_programs_are_compared_together(tmp_path: Path, capsys: 
     assert "torch, seed 1 is in another file" in capsys.readouterr().err
 
 
+def test_runs_without_answers_are_left_out_of_the_comparison_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [make_outcome("torch", seed, 1.0) for seed in range(3)] + [make_outcome("8bit", s, 1.0) for s in (0, 2)]
+    answered = [outcome._replace(exact_match=0.5) if outcome.seed else outcome for outcome in outcomes]
+    compare_optimizers.compare("finetune", answered)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "exact_match" in line]
+    assert len(lines) == 1
+    assert "mean 0.50000, torch 0.50000 (seeds 0.50000 to 0.50000): inside the spread" in lines[0]
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_outcomes(tmp_path / "a", make_outcome("torch", 0, 1.0))
     other = write_outcomes(tmp_path / "b", make_outcome("8bit", 0, 1.0), command="scratch")
@@ -143,6 +152,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, capsys: p
     bad.write_text('[{"kind": "torch"}]')
     cases = {(good, other): "compare takes", (): "compare takes", (str(bad),): "not what this program writes"}
     cases[(str(tmp_path / "c" / "finetune.json"),)] = "No such file"
+    cases[(write_outcomes(tmp_path / "d", make_outcome("sgd", 0, 1.0)),)] = "'sgd' is no optimizer"
     for files, text in cases.items():
         assert compare_optimizers.main(["compare", *files]) == 2
         assert text in capsys.readouterr().err
