@@ -81,6 +81,8 @@ def _draw_both(
     begin_ms, end_ms = 0.0, max(predicted_ms, traced_ms(measured) or measured_ms)
     draw_timeline(axes[0], predicted, f"One step, predicted: {predicted_ms:.1f} ms", begin_ms, end_ms)
     title = f"One step, measured: {traced_ms(measured):.1f} ms (of all such steps: {measured_ms:.1f} ms)"
+    if not measured:
+        title = f"No step was traced (measured: {measured_ms:.1f} ms)"
     draw_timeline(axes[1], measured, title, begin_ms, end_ms)
     names = sorted({color_key(bar.name) for bar in (*predicted, *measured)} & set(COLORS))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in names]

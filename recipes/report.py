@@ -156,7 +156,9 @@ def _timelines(report: RunReport) -> str:
     predicted = report.planned.plan.predicted
     step_ms = predicted.step_ms if predicted is not None else 0.0
     end_ms = max(step_ms, *(span.end_ms for span in report.spans), 1e-3)
-    measured = f"Measured: {traced_ms(report.spans):.1f} ms in the traced step"
+    measured = (
+        f"Measured: {traced_ms(report.spans):.1f} ms in the traced step" if report.spans else "No step was traced"
+    )
     if report.measured_ms is not None:
         measured += f", {report.measured_ms:.1f} ms in the median step of the largest shape"
     return (

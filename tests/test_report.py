@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lazytrain.account import Account
 from lazytrain.lanes import Span
 from lazytrain.planning import Planned
+from lazytrain.recipes import pictures
 from lazytrain.recipes.charts import HEIGHT, WIDTH, Series, join_bars, line_chart, log_ticks, short, smooth, thin, ticks
 from lazytrain.recipes.outcome import Tier
 from lazytrain.recipes.report import RunReport, format_report, write_report
@@ -130,6 +131,18 @@ def test_every_section_is_there(report: RunReport) -> None:
         *("blocks 0-27", "before training", "Correct: 2 of 2", "Wrong: 2 of 2", "No answer: 2 of 2", "not finite: 1."),
     ):
         assert phrase in text, phrase
+
+
+def test_a_run_that_took_no_step_tells_no_time_of_one(
+    report: RunReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Page(format_report(replace(report, spans=()))).text
+    assert "No step was traced, 1000.0 ms in the median step of the largest shape" in text
+    assert "in the traced step" not in text
+    titles: list[str] = []
+    monkeypatch.setattr(pictures, "draw_timeline", lambda axes, bars, title, begin_ms, end_ms: titles.append(title))
+    pictures.draw_step(tmp_path / "a.png", report.timeline, (), predicted_ms=400.0, measured_ms=1000.0)
+    assert titles[1] == "No step was traced (measured: 1000.0 ms)"
 
 
 def test_timelines_fill_their_width_whatever_the_median_step_took(report: RunReport) -> None:
