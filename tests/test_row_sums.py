@@ -27,7 +27,7 @@ def test_sum_of_rows_has_the_bits_of_the_dense_sum(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(row_sums, "PIECE_BYTES", 4000 * 4 * 128)  # three pieces of the second case
+    monkeypatch.setattr(row_sums, "PIECE_BYTES", 4000 * 4 * 128)  # four pieces of the second case
     generator = torch.Generator().manual_seed(num_rows)
     rows = [torch.randint(0, num_rows - 1, (n,), generator=generator).to(device) for n in sizes]
     cotangents = [torch.randn(n, width, generator=generator).to(device, dtype) for n in sizes]
