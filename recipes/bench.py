@@ -44,11 +44,12 @@ from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_ke
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.slabs import resident_host_bytes
+from lazytrain.solver.costs import MAX_TOKENS
 from lazytrain.solver.deadline import PLAN_SECONDS
 from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS
-from lazytrain.solver.problem import Problem
+from lazytrain.solver.problem import Problem, check_number
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import Simulation, simulate
 from lazytrain.solver.sizes import parse_size
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measured]:
     """Profile once, then measure every plan; write `bench.json`, plans, traces and pictures to `options.out`."""
+    for name, low in (("batch", 1), ("seq", 1), ("microbatches", 1), ("steps", 1), ("warmup", 0)):
+        if (value := getattr(options, name)) is not None:
+            check_number(value, f"--{name}", low=low, high=MAX_TOKENS, integer=True)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and options.gpu_memory is not None:
         total = torch.cuda.get_device_properties(device).total_memory

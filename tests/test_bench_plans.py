@@ -108,6 +108,12 @@ def test_a_problem_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytes
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["--batch", "--seq", "--microbatches", "--steps", "--warmup"])
+def test_a_count_that_cannot_be_is_named(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--model", "qwen2.5-0.5b", "--device", "cpu", "--out", str(tmp_path), flag, "-1"]) == 2
+    assert f"error: {flag}" in capsys.readouterr().err
+
+
 def test_heuristics_are_listed_once_for_all_names(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
