@@ -228,15 +228,15 @@ def main(arguments: list[str] | None = None) -> int:
         for seed in options.seeds:
             task = (finetune_task if options.command == "finetune" else scratch_task)(options, seed)
             for kind in options.optimizers:
+                device, rows_at_once, before = torch.device(options.device), options.eval_batch_size, outcomes
                 try:
-                    device, rows_at_once = torch.device(options.device), options.eval_batch_size
-                    outcomes.append(train(kind, task, seed, device, options.eval_limit, rows_at_once))
+                    for outcome in train(kind, task, seed, device, options.eval_limit, rows_at_once):
+                        print(describe(outcome), flush=True)
+                        outcomes = [*before, outcome]
+                        rows = [o._asdict() for o in outcomes]
+                        (options.out / f"{options.command}.json").write_text(json.dumps(rows, indent=1))
                 except ImportError as error:
                     print(f"{kind:13s} left out: {error}", flush=True)
-                    continue
-                print(describe(outcomes[-1]), flush=True)
-                rows = [o._asdict() for o in outcomes]
-                (options.out / f"{options.command}.json").write_text(json.dumps(rows, indent=1))
     except LazyTrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -154,8 +154,13 @@ def working_weights(params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -
 
 def train(
     kind: str, task: Task, seed: int, device: torch.device, limit: int | None, answer_rows: int | None = None
-) -> Outcome:
-    """Do one run; `limit` problems are answered (None: all, 0: none), so many rows at a time (None: all at once)."""
+) -> Iterator[Outcome]:
+    """Do one run; yield what it gave before its held-out problems are answered, and after, where they are.
+
+    Args:
+        limit: of the problems to answer (None: all, 0: none).
+        answer_rows: how many at a time (None: all at once).
+    """
     torch.manual_seed(seed)
     model = transformer_model(task.config)
     dtype = task.dtype if kind.startswith("8bit") else torch.float32
@@ -192,22 +197,23 @@ def train(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # several runs may share the device, and answering takes other sizes
     last = losses[-max(1, task.num_steps // 10) :]
-    print(f"{kind}, seed {seed}: trained, loss {torch.stack(last).mean():.5f}; held-out problems next", flush=True)
-    exact = answer(model, weights, task, device, limit, answer_rows) if task.job and limit != 0 else None
     tensors = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     masters = [] if kind.startswith("8bit") else list(params.values())
     middle = marks[min(WARM_UP_STEPS, len(marks) - 1) :]
-    return Outcome(
+    outcome = Outcome(
         kind=kind,
         seed=seed,
         train_loss=torch.stack(last).mean().item(),
         held_out_loss=held_out_loss(model, weights, task, device),
-        exact_match=exact,
+        exact_match=None,
         step_ms=statistics.median(elapsed_ms(a, c) for a, _, c in middle),
         optimizer_ms=statistics.median(elapsed_ms(b, c) for _, b, c in middle),
         state_bytes=sum(stored_bytes(x) for x in (*tensors, *masters)),
         losses=tuple(torch.stack(losses).tolist()),
     )
+    yield outcome
+    if task.job and limit != 0:
+        yield outcome._replace(exact_match=answer(model, weights, task, device, limit, answer_rows))
 
 
 def clock(device: torch.device) -> Any:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lazytrain.errors import LazyTrainError
 from lazytrain.recipes import bench_optimizer, compare_optimizers, metamathqa, plain_training
 from lazytrain.recipes.default_model import write_default_model
 from lazytrain.recipes.plain_training import Outcome
@@ -171,3 +172,14 @@ def test_bytes_of_a_subclass_are_those_of_its_parts() -> None:
     parts = SimpleNamespace(codes=codes, scales=scales, __tensor_flatten__=lambda: (["codes", "scales"], None))
     assert plain_training.stored_bytes(parts) == 140  # type: ignore[arg-type]
     assert plain_training.stored_bytes(scales) == 40
+
+
+def test_what_was_trained_is_kept_where_answering_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object) -> float:
+        raise LazyTrainError("no time left")
+
+    monkeypatch.setattr(plain_training, "answer", answer)
+    flags = ["--tiny", "--optimizers", "8bit", "--seeds", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert compare_optimizers.main(["finetune", *flags, "--steps", "2"]) == 2
+    (row,) = json.loads((tmp_path / "finetune.json").read_text())
+    assert (row["kind"], row["exact_match"], len(row["losses"])) == ("8bit", None, 2)
