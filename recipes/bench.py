@@ -29,7 +29,6 @@ import torch
 from lazytrain.account import Account, account_step
 from lazytrain.base import Model
 from lazytrain.configuration import ModelConfig
-from lazytrain.errors import LazyTrainError
 from lazytrain.lanes import Span
 from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import Planned, default_limits, default_microbatches
@@ -39,17 +38,16 @@ from lazytrain.recipes.arguments import OneLineParser
 from lazytrain.recipes.bench_disk import Disk, bound_step, measure_disk, with_disk
 from lazytrain.recipes.bench_plans import choose_plan
 from lazytrain.recipes.bench_result import Measured
-from lazytrain.recipes.failures import describe_error, make_directory
+from lazytrain.recipes.failures import make_directory
 from lazytrain.recipes.kernel_time import KernelTime, product_tflops, profile_kernels
+from lazytrain.recipes.measuring import check_counts, limit_device, run_to_exit_code
 from lazytrain.recipes.pictures import draw_step
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.slabs import resident_host_bytes
-from lazytrain.solver.costs import MAX_TOKENS
 from lazytrain.solver.deadline import PLAN_SECONDS
-from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_baselines, format_plan, format_prediction
 from lazytrain.solver.models import KNOWN_MODELS
-from lazytrain.solver.problem import Problem, check_number
+from lazytrain.solver.problem import Problem
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.simulator import Simulation, simulate
 from lazytrain.solver.sizes import parse_size
@@ -61,23 +59,13 @@ from lazytrain.transformer import transformer_model
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return 0, or 2 after one line that says what was wrong."""
     options = _parse(arguments)
-    try:
-        run(options, lambda line: print(line, flush=True))
-    except (LazyTrainError, PlannerError, OSError) as error:
-        print(f"error: {describe_error(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run_to_exit_code(lambda: run(options, lambda line: print(line, flush=True)))
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Measured]:
     """Profile once, then measure every plan; write `bench.json`, plans, traces and pictures to `options.out`."""
-    for name, low in (("batch", 1), ("seq", 1), ("microbatches", 1), ("steps", 1), ("warmup", 0)):
-        if (value := getattr(options, name)) is not None:
-            check_number(value, f"--{name}", low=low, high=MAX_TOKENS, integer=True)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and options.gpu_memory is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory / total))
+    check_counts(options, {"batch": 1, "seq": 1, "microbatches": 1, "steps": 1, "warmup": 0})
+    device = limit_device(options)
     config = load_shape(options.model)
     model = transformer_model(config)
     make_directory(options.out, "--out")

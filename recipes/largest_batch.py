@@ -22,25 +22,24 @@ from typing import NamedTuple
 import torch
 
 from lazytrain.configuration import ModelConfig
-from lazytrain.errors import ConfigError, LazyTrainError, MemoryBudgetError
+from lazytrain.errors import ConfigError, MemoryBudgetError
 from lazytrain.optimizer import adamw8bit
 from lazytrain.planning import default_limits
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
 from lazytrain.recipes.arguments import OneLineParser
-from lazytrain.recipes.failures import describe_error, make_directory
+from lazytrain.recipes.failures import make_directory
+from lazytrain.recipes.measuring import check_counts, limit_device, run_to_exit_code
 from lazytrain.recipes.random_model import load_shape, make_fill, random_batch
 from lazytrain.solver.capacity import find_largest_batch
-from lazytrain.solver.costs import MAX_TOKENS
 from lazytrain.solver.deadline import PLAN_SECONDS
-from lazytrain.solver.errors import PlannerError
 from lazytrain.solver.explanation import format_largest_batch, format_plan
 from lazytrain.solver.growth import add_chunks, grow_chunk
 from lazytrain.solver.memory import GIB, Usage, account
 from lazytrain.solver.models import KNOWN_MODELS
 from lazytrain.solver.plan import Plan
 from lazytrain.solver.planning import solve
-from lazytrain.solver.problem import Problem, check_number
+from lazytrain.solver.problem import Problem
 from lazytrain.solver.shortage import explain_infeasible
 from lazytrain.solver.sizes import parse_size
 from lazytrain.trainer import TrainState, TrainStep, make_train_step
@@ -63,24 +62,14 @@ class Attempt(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the recipe; return 0, or 2 after one line that says what was wrong."""
     options = _parse(arguments)
-    try:
-        run(options, lambda line: print(line, flush=True))
-    except (LazyTrainError, PlannerError, OSError) as error:
-        print(f"error: {describe_error(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run_to_exit_code(lambda: run(options, lambda line: print(line, flush=True)))
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> list[Attempt]:
     """Return the attempts in order; write them with the planner's numbers to `largest_batch.json` in `options.out`."""
     start_s = time.perf_counter()
-    for what in ("microbatch", "seq", "steps"):
-        if (value := getattr(options, what)) is not None:
-            check_number(value, f"--{what}", low=1, high=MAX_TOKENS, integer=True)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and options.gpu_memory is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory / total))
+    check_counts(options, {"microbatch": 1, "seq": 1, "steps": 1})
+    device = limit_device(options)
     make_directory(options.out, "--out")
     config = load_shape(options.model)
     compile = device.type == "cuda" if options.compile is None else options.compile

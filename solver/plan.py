@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lazytrain.solver.errors import PlannerError
-from lazytrain.solver.problem import Problem, UnitCost, check_number
+from lazytrain.solver.problem import Problem, UnitCost, check_number, load_json
 
 VERSION = 1
 DEVICE, HOST, NVME, CPU, NONE = "device", "host", "nvme", "cpu", "none"
@@ -201,12 +201,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote or a person edited; raises `PlannerError` with the file's name."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, RecursionError) as error:
-            raise PlannerError(f"{path} can't be read as a plan: {error}") from error
-        except PlannerError as error:
-            raise PlannerError(f"{path}: {error}") from error
+        return load_json(path, "plan", cls.from_dict)
 
 
 def list_weight_places(problem: Problem, u: int) -> tuple[str, ...]:

@@ -8,20 +8,31 @@ Sizes are bytes, times ms, rates GB/s (1e9 bytes per second). Everything that de
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lazytrain.solver.errors import PlannerError
 
+T = TypeVar("T")
 VERSION = 1
 MAX_BYTES = 1 << 50  # 1 PiB: beyond it a size is a mistake of units
 MAX_MS = 1e9  # eleven days
 MAX_RATE = 1e6  # GB/s, TFLOP/s or Gparam/s
 MAX_BLOCKS = 1024
 MAX_MICROBATCHES = 65536
+
+
+def load_json(path: str | Path, what: str, parse: Callable[[object], T]) -> T:
+    """Return what `parse` makes of a JSON file, a plan or a problem; raises `PlannerError` with the file's name."""
+    try:
+        return parse(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlannerError(f"{path} can't be read as a {what}: {error}") from error
+    except PlannerError as error:
+        raise PlannerError(f"{path}: {error}") from error
 
 
 def check_number(value: object, where: str, *, low: float, high: float, integer: bool = False) -> None:
@@ -295,9 +306,4 @@ class Problem:
     @classmethod
     def load(cls, path: str | Path) -> "Problem":
         """Read a problem.json; raises `PlannerError` with the file's name."""
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, RecursionError) as error:
-            raise PlannerError(f"{path} can't be read as a problem: {error}") from error
-        except PlannerError as error:
-            raise PlannerError(f"{path}: {error}") from error
+        return load_json(path, "problem", cls.from_dict)
