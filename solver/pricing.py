@@ -148,9 +148,9 @@ class _Machines:
             after = np.where(visit, np.maximum(after, due), after)
         ticket = np.zeros_like(self._main)
         if any_load or any_visit:
-            once = copy_ms(self._problem, unit.weight_bytes, to_device=True, in_backward=not pending)
-            ms = load * once if any_load else 0.0
-            copies = load
+            ms, copies = np.zeros_like(self._main), load
+            if any_load:
+                ms = load * copy_ms(self._problem, unit.weight_bytes, to_device=True, in_backward=not pending)
             if any_visit:
                 ms, copies = ms + visit * has["visit"][u], load | visit
             ticket = np.where(copies, self._span(H2D, copies, ms, after, self._loader), 0.0)
