@@ -10,6 +10,7 @@ Whatever a solver says, the plan is simulated, and the answer is never worse tha
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -138,9 +139,10 @@ def use_slack(problem: Problem, plan: Plan) -> Plan:
 
     The simulator moves all chunks of a block as one, and lets one block's be under way.
     """
-    accountant = Accountant(problem)
-    wider = (replace(plan, chunks_behind=n) for n in range(plan.num_microbatches, plan.chunks_behind, -1))
-    return next(filter(accountant.fits, wider), plan)
+    accountant, counts = Accountant(problem), range(plan.chunks_behind + 1, plan.num_microbatches + 1)
+    # What is needed grows with the count.
+    num_fitting = bisect_left(counts, True, key=lambda n: not accountant.fits(replace(plan, chunks_behind=n)))
+    return replace(plan, chunks_behind=plan.chunks_behind + num_fitting)
 
 
 def _take_packed(pursuit: Pursuit, may_drop: bool) -> None:
