@@ -29,6 +29,8 @@ class GradientSink:
         # Of each unit whose grads are being summed: the sum so far, and how many microbatches are in it.
         self._sums: dict[int, Tensor] = {}
         self._num_added: dict[int, int] = {}
+        # The fp32 sum of one block after the other: new memory for each would be holes that nothing else fits in.
+        self._block_sum: Tensor | None = None
         # Buffers that d2h still reads, held until the compute queue has waited for it; in the next step, too.
         self._in_flight: list[tuple[Ticket, Tensor]] = []
         self._head_out: Ticket | None = None
@@ -50,7 +52,19 @@ class GradientSink:
         added = self._num_added.get(home.index, 0) + 1
         self._num_added[home.index] = added
         square = self.squares[home.index] if added == self._num_microbatches else None
-        self._sums[home.index] = add_microbatch(self._sums.pop(home.index, None), flat, square)
+        buffer = self._buffer(flat) if 1 < added < self._num_microbatches else None
+        self._sums[home.index] = add_microbatch(self._sums.pop(home.index, None), flat, square, buffer)
+
+    def drop_buffer(self) -> None:
+        """Free the memory of the blocks' sums: backward has passed the last block."""
+        self._block_sum = None
+
+    def _buffer(self, flat: Tensor) -> Tensor:
+        """Return fp32 memory for one block's sum, that of the block before where it is enough."""
+        if self._block_sum is None or self._block_sum.numel() < flat.numel():
+            self._block_sum = None
+            self._block_sum = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        return self._block_sum[: flat.numel()]
 
     def sums(self, home: UnitHome) -> Params:
         """Return the fp32 sums that embed's or head's grads are added to, by local name; zeros at first.
@@ -128,13 +142,16 @@ class GradientSink:
             home.grads_device = None
 
 
-def add_microbatch(total: Tensor | None, flat: Tensor, square: Tensor | None) -> Tensor:
+def add_microbatch(
+    total: Tensor | None, flat: Tensor, square: Tensor | None, buffer: Tensor | None = None
+) -> Tensor:
     """Return the sum of flat grads so far: the first microbatch's as they are, then fp32, after the last one rounded.
 
     Args:
         total: the sum before; None = this is the first microbatch.
         flat: written, and returned where the sum has its dtype.
         square: gets the sum of squares after the last microbatch; None = there are more.
+        buffer: fp32, of flat's length, for the sum of two and more; None = new memory.
     """
     if total is None:
         if square is not None:
@@ -143,7 +160,9 @@ def add_microbatch(total: Tensor | None, flat: Tensor, square: Tensor | None) ->
     if square is not None:
         add_into(flat, total, flat, square=square)
         return flat
-    out = total if total.dtype == torch.float32 else torch.empty_like(total, dtype=torch.float32)
+    out = total
+    if total.dtype != torch.float32:
+        out = torch.empty_like(total, dtype=torch.float32) if buffer is None else buffer
     add_into(out, total, flat)
     return out
 

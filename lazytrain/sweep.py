@@ -262,6 +262,7 @@ class Sweep:
 
     def _backward_embed(self, cotangents: list[Tensor], batches: Sequence[Batch], sink: GradientSink) -> None:
         home, embed = self.homes.units[0], self.model.embed
+        sink.drop_buffer()
         # The slot may be the head's by now; the trainer has checked that shapes will do.
         params = home.layout.shapes() if home.plan.is_streamed else self._views(home)
         with self.lanes.span(COMPUTE, "embed backward", embed.name) as done:

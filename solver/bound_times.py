@@ -16,6 +16,7 @@ from lazytrain.solver.plan import CPU, DEVICE, HOST
 from lazytrain.solver.problem import Problem, UnitCost
 from lazytrain.solver.rates import copy_ms, sync_ms
 from lazytrain.solver.rings import add_most, add_some
+from lazytrain.solver.traffic import sweep_ms
 
 
 def add_times(draft: Draft, kinds: Sequence[Group]) -> None:
@@ -47,6 +48,7 @@ def add_times(draft: Draft, kinds: Sequence[Group]) -> None:
     model.add_at_least(draft.period, first + second)
     model.add_at_least(first, forward + updates)
     model.add_at_least(first, cpu)
+    model.add_at_least(first, sweep_ms(draft))
     model.add_at_least(first, loads - draft.edges.load_embed * largest.embed - largest.visit * NUM_RING_BUFFERS)
     model.add_at_least(first, stores + offloads - largest.store * NUM_RING_BUFFERS - largest.offload)
     _add_cpu_chains(draft, kinds, first)

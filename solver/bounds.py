@@ -5,7 +5,7 @@ least as long as each queue is busy, and as its two phases are (A: from the norm
 
     T >= each queue, DRAM, NVMe       T >= A + B
     A >= forward and device updates, after what they wait for;  all CPU updates, and the last one's load and forward;
-         forward's loads but the early ones;  its copies out but a few
+         forward's loads but the early ones;  its copies out but a few;  DRAM, with what moves in it
     B >= head and backward;  reloads and fetches but two;  head and stores of grads but two
 
 Memory is counted at the positions where most is kept or most grads wait. Every row is a relaxation of one that the

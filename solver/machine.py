@@ -68,6 +68,7 @@ class Machine:
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
         self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
+        self.sweep_bytes = 0  # through the host's DRAM since the forward sweep's first load was issued
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self._keeps_events = False
         self._copy_ms: dict[tuple[str, int, int, bool], float] = {}
@@ -101,7 +102,7 @@ class Machine:
     ) -> float:
         """Copy over the link; see `span`."""
         self.bytes[queue] += num_bytes
-        self.bytes["dram"] += num_bytes
+        self._count_dram(num_bytes)
         key = queue, num_bytes, num, in_backward
         ms = self._copy_ms.get(key)
         if ms is None:
@@ -129,7 +130,7 @@ class Machine:
         if on_nvme:
             end = self._nvme_on_updater(NVME_WRITE, u, on_nvme, end)
         self.free[key] = end
-        self.bytes["dram"] += update_traffic_bytes(unit)
+        self._count_dram(update_traffic_bytes(unit))
         self._cpu_done[u] = self._weights_write[u] = self._state_write[u] = end
         slot = self.slots.get(u)
         if slot is not None and self._slot_owner[slot] == u:
@@ -253,4 +254,8 @@ class Machine:
 
     def _count_nvme(self, queue: str, num_bytes: int) -> None:
         self.bytes[queue] += num_bytes
+        self._count_dram(num_bytes)
+
+    def _count_dram(self, num_bytes: int) -> None:
         self.bytes["dram"] += num_bytes
+        self.sweep_bytes += num_bytes

@@ -6,6 +6,9 @@ when its queue, what it waits for and the thread that issues it are ready. Times
 Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
 (`device_is_host`) the first four share the cores, so that they take turns.
 
+The host's DRAM is shared by the updates on the CPU and by every copy: what a forward sweep moves takes as long as DRAM
+needs for it, and the head starts then. In backward no update runs, and the link alone is slower than DRAM.
+
 The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the
 next step, start only then; stores of grads may still run. What the next step's first units need is loaded before: see
 `_Step._list_early`.
@@ -164,7 +167,8 @@ class _Step:
             oldest = offloads.pop(0) if u and len(offloads) == 2 else 0.0
             if u == self._last:
                 ms = num * (point.forward_ms + point.backward_ms)
-                done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest], machine.main)
+                moved = start + dram_ms(self._problem, machine.sweep_bytes) if pending else 0.0
+                done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest, moved], machine.main)
                 machine.deliver(u, done)
             elif u == 0:
                 done = machine.span(COMPUTE, "embed", u, num * point.forward_ms, [ticket], machine.main)
@@ -209,6 +213,7 @@ class _Step:
         done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
         machine.deliver(0, done)
         machine.loader = machine.main
+        machine.sweep_bytes = 0
         self._tickets = {u: machine.bring(u, pending=True) for u in self._early}
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
 

@@ -17,6 +17,7 @@ from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, HOST
 from lazytrain.solver.rates import sync_ms
 from lazytrain.solver.rings import add_largest, add_ring
+from lazytrain.solver.traffic import sweep_ms
 
 COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
 
@@ -104,7 +105,7 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
         queues.run(COMPUTE, update, [load.finish])
         queues.run(D2H, events.store_weights[u], [update.finish])
         queues.run(D2H, events.store_states[u])
-        queues.run(COMPUTE, forward)
+        queues.run(COMPUTE, forward, [sweep_ms(draft)] if u == last else [])
         if u == 1:
             follow_if(draft, any_store, forward, events.store_grads[0].finish - draft.period, 2 * horizon)
         if u > 1:

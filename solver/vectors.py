@@ -22,7 +22,7 @@ TIMES = (
     *("visit", "cpu_reads", "cpu_writes", "forward", "backward", "offload_boundary", "offload_residuals", "fetch"),
     *("spill_boundary", "spill_residuals", "unspill_boundary", "unspill_residuals"),
 )
-NAMES = (*FLAGS, *TIMES, "dram_bytes")
+NAMES = (*FLAGS, *TIMES, "sweep_bytes", "dram_bytes")
 
 
 class Lookup:
@@ -89,6 +89,12 @@ class Tables:
                 return 0.0
             return copy_ms(problem, num_bytes, to_device=to_device, num_copies=num_copies, in_backward=in_backward)
 
+        # What moves through DRAM in every step, whatever the other units do; loads of weights come on top.
+        sweep_bytes = packs + sum(spilled) + on_cpu * (update_traffic_bytes(unit) + 2 * on_nvme)
+        sweep_bytes += visits * (2 * unit.state_bytes + unit.grad_bytes * to_host)
+        sweep_bytes += 2 * visits * unit.state_bytes * (plan.states == NVME)
+        if has and plan.update == DEVICE and streamed:
+            sweep_bytes += unit.weight_bytes * (2 if plan.weights == NVME else 1)
         values: dict[str, float] = {
             "streamed": streamed,
             "visits": visits,
@@ -115,14 +121,8 @@ class Tables:
             "spill_residuals": write_ms(problem, spilled[1]),
             "unspill_boundary": read_ms(problem, spilled[0]),
             "unspill_residuals": read_ms(problem, spilled[1]),
-            # What moves in every step, whatever the other units do; loads of weights come on top.
-            "dram_bytes": 2 * packs
-            + 2 * sum(spilled)
-            + unit.grad_bytes * to_host
-            + on_cpu * (update_traffic_bytes(unit) + 2 * on_nvme)
-            + visits * (2 * unit.state_bytes + unit.grad_bytes * to_host)
-            + 2 * visits * unit.state_bytes * (plan.states == NVME)
-            + (has and plan.update == DEVICE and streamed) * unit.weight_bytes * (2 if plan.weights == NVME else 1),
+            "sweep_bytes": sweep_bytes,
+            "dram_bytes": sweep_bytes + packs + sum(spilled) + unit.grad_bytes * to_host,
         }
         return [float(values[name]) for name in NAMES]
 
