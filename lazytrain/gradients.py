@@ -52,19 +52,20 @@ class GradientSink:
         added = self._num_added.get(home.index, 0) + 1
         self._num_added[home.index] = added
         square = self.squares[home.index] if added == self._num_microbatches else None
-        buffer = self._buffer(flat) if 1 < added < self._num_microbatches else None
+        begins_sum = added == 2 < self._num_microbatches and flat.dtype != torch.float32
+        buffer = self._buffer(flat) if begins_sum else None
         self._sums[home.index] = add_microbatch(self._sums.pop(home.index, None), flat, square, buffer)
 
     def drop_buffer(self) -> None:
-        """Free the memory of the blocks' sums: backward has passed the last block."""
+        """Free the memory of the blocks' sums: no block's backward comes next."""
         self._block_sum = None
 
     def _buffer(self, flat: Tensor) -> Tensor:
-        """Return fp32 memory for one block's sum, that of the block before where it is enough."""
-        if self._block_sum is None or self._block_sum.numel() < flat.numel():
+        """Return fp32 memory for one block's sum, that of the block before where it is as large."""
+        if self._block_sum is None or self._block_sum.numel() != flat.numel():
             self._block_sum = None
-            self._block_sum = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
-        return self._block_sum[: flat.numel()]
+            self._block_sum = torch.empty_like(flat, dtype=torch.float32)
+        return self._block_sum
 
     def sums(self, home: UnitHome) -> Params:
         """Return the fp32 sums that embed's or head's grads are added to, by local name; zeros at first.
@@ -142,9 +143,7 @@ class GradientSink:
             home.grads_device = None
 
 
-def add_microbatch(
-    total: Tensor | None, flat: Tensor, square: Tensor | None, buffer: Tensor | None = None
-) -> Tensor:
+def add_microbatch(total: Tensor | None, flat: Tensor, square: Tensor | None, buffer: Tensor | None = None) -> Tensor:
     """Return the sum of flat grads so far: the first microbatch's as they are, then fp32, after the last one rounded.
 
     Args:

@@ -181,6 +181,7 @@ class Sweep:
     ) -> Ticket:
         """Compute the next block's inputs, which were not kept."""
         params = self._params(arrival)
+        sink.drop_buffer()
         after = [arrival.ticket, *sink.room_for(arrival.home), *stash.take_all()]
         with self.lanes.span(COMPUTE, "forward again", arrival.home.unit.name, after) as done:
             for c, (ctx, program) in enumerate(zip(contexts, stash.programs[i])):

@@ -83,6 +83,12 @@ def embed_sum_bytes(problem: Problem) -> tuple[int, int]:
     return (dense, dense) if problem.embed_sums_densely else (align(problem.embed.grad_bytes), 0)
 
 
+def largest_tensor_bytes(problem: Problem) -> int:
+    """Return the bytes of the largest tensor that a step makes on the device: a sum of grads, or grads."""
+    blocks = (sum_bytes(b) if problem.num_microbatches > 2 else align(b.grad_bytes) for b in problem.blocks)
+    return max(sum_bytes(problem.head), embed_sum_bytes(problem)[0], *blocks)
+
+
 def boundary_bytes(problem: Problem, unit: UnitCost) -> int:
     """Return the bytes of a unit's input, all chunks."""
     return problem.num_microbatches * align(unit.boundary_bytes)

@@ -54,8 +54,7 @@ class _Machines:
             self._queue |= dict.fromkeys((H2D, D2H, CPU), COMPUTE)
         self._free = {queue: np.zeros(num) for queue in QUEUES}
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
-        # Weights that are loaded, in bytes through DRAM: in a step, and since the forward sweep's first load.
-        self._moved, self._sweep_moved = np.zeros((2, num))
+        self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
         self._main, self._loader, self._last_store = np.zeros((3, num))
         num_slots = layout.spare_slot + 1
         self._owner = np.full(num_slots * num, -1)
@@ -131,14 +130,14 @@ class _Machines:
                 reads = load & has["weights_nvme"][u]
                 self._loader = np.where(reads, np.maximum(self._loader, self._slot_copied[slot]), self._loader)
                 self._read(reads, read_ms(self._problem, unit.weight_bytes), self._weights_write[u])
-                self._count_loads(reads * unit.weight_bytes)
+                self._moved += reads * unit.weight_bytes
             due = self._weights_out[u]
             if some["streamed"][u]:
                 due = np.maximum(np.maximum(due, self._slot_use[slot]), self._slot_out[slot])
                 self._owner[slot] = np.where(load & has["streamed"][u], u, self._owner[slot])
             after = np.where(load, due, 0.0)
             self._cpu_done[u] = np.where(load, NEVER, done)
-            self._count_loads(load * unit.weight_bytes)
+            self._moved += load * unit.weight_bytes
         if any_visit:
             due = self._buffer_out[buffer]
             if some["states_nvme"][u]:
@@ -159,10 +158,6 @@ class _Machines:
             self._slot_copied[slot] = np.where(act, ticket, self._slot_copied[slot])
             self._buffer_copied[buffer] = np.where(act, ticket, self._buffer_copied[buffer])
         return ticket
-
-    def _count_loads(self, num_bytes: np.ndarray) -> None:
-        self._moved = self._moved + num_bytes
-        self._sweep_moved = self._sweep_moved + num_bytes
 
     def _update_on_cpu(self, u: int) -> None:
         has, mask = self._has, self._has["on_cpu"][u]
@@ -249,7 +244,7 @@ class _Machines:
             if u == 1:
                 after.append(self._last_store)
             if u == self._last and pending:
-                moved = self._sweep_moved + has["sweep_bytes"].sum(axis=0)
+                moved = self._early_moved + self._moved + has["sweep_bytes"].sum(axis=0)
                 after.append(start + dram_ms(self._problem, 1.0) * moved)
             done = self._span(COMPUTE, None, has["forward"][u], *after)
             if u == self._last:
@@ -306,10 +301,11 @@ class _Machines:
                 self._fetch_use[self._turns[u]] = done
         done = self._span(COMPUTE, None, has["backward"][0], self._main)
         self._deliver(0, done)
-        self._loader, self._sweep_moved = self._main, np.zeros_like(self._main)
+        self._loader, before = self._main, self._moved.copy()
         for u in range(self._last + 1):
             if self._early[u].any():
                 self._tickets[u] = self._bring(u, pending=True, act=self._early[u])
+        self._early_moved = self._moved - before
         self._main = self._loader = np.maximum(np.maximum(self._main, self._loader), done) + sync_ms(self._problem)
 
     def _fetch(self, u: int) -> np.ndarray:

@@ -1,11 +1,14 @@
 """Gradients are summed in fp32, rounded once, and never rounded over what is still to be read."""
 
+import weakref
+
 import pytest
 import torch
+from torch import Tensor
 from toys import make_model, make_params, make_plan
 
 from lazytrain import adamw8bit, gradients
-from lazytrain.gradients import GradientSink, round_in_place
+from lazytrain.gradients import GradientSink, add_microbatch, round_in_place
 from lazytrain.homes import Homes, build_homes
 from lazytrain.kernels.norm import reference_square_sum
 from lazytrain.lanes import Lanes, Worker
@@ -67,6 +70,34 @@ def test_chunks_are_summed_in_fp32_and_rounded_once(
     assert home.grads_host is not None
     assert torch.equal(home.grads_host, truth.cpu())
     assert sink.squares[home.index].item() == reference_square_sum(truth.cpu()).item()
+
+
+def test_all_blocks_sums_share_one_buffer_until_it_is_dropped(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = []
+
+    def watch(total: Tensor | None, flat: Tensor, square: Tensor | None, buffer: Tensor | None) -> Tensor:
+        buffers.append(buffer)
+        return add_microbatch(total, flat, square, buffer)
+
+    monkeypatch.setattr(gradients, "add_microbatch", watch)
+    homes, lanes = make_homes(torch.bfloat16, device)
+    sink = GradientSink(homes, lanes, tied={})
+    sink.begin_step(4)
+    values = []
+    for part, home in enumerate(homes.units[1:3]):
+        for count in range(4):
+            sink.add(home, torch.full((home.layout.numel,), 1.0 + part + count, device=device, dtype=torch.bfloat16))
+        values.append(sink.sums(home)[next(iter(home.layout.shapes()))].float().unique().tolist())
+    assert values == [[10.0], [14.0]], "the second block's sum does not begin where the first's ended"
+    made = [buffer for buffer in buffers if buffer is not None]
+    assert len(made) == 2
+    assert made[0].data_ptr() == made[1].data_ptr()
+    gone = weakref.ref(made[0])
+    del made, buffers[:]
+    sink.drop_buffer()
+    assert gone() is None
 
 
 def test_buffers_in_flight_are_held_until_there_is_something_to_wait_for(device: torch.device) -> None:

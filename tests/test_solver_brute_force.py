@@ -44,6 +44,7 @@ FAMILIES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"num_blocks": 4}, {"allow_residuals": False, "allow_device_update": False, "prefetch_depths": (2, 3)}),
 )
 
+SLOW_DRAM = 8.0
 STREAMED_EDGES = 4  # the family whose embed and head may be streamed, too
 
 
@@ -51,7 +52,11 @@ def make_instance(number: int) -> Problem:
     toy, options = FAMILIES[number % len(FAMILIES)]
     streams = number % len(FAMILIES) == STREAMED_EDGES
     few = {"prefetch_depths": (2,), "allow_streamed_embed": streams, "allow_streamed_head": streams}
-    return replace(make_toy_problem(FIRST_SEED + number, **toy), **{**few, **options})
+    problem = make_toy_problem(FIRST_SEED + number, **toy)
+    if number // len(FAMILIES) % 2:  # the host's DRAM is slower than the link and the updates together
+        rate = problem.hardware.host_memory_gbs / SLOW_DRAM
+        problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=rate))
+    return replace(problem, **{**few, **options})
 
 
 def list_options(problem: Problem) -> list[list[UnitPlan]]:

@@ -1,0 +1,55 @@
+"""Plans leave room for the allocator's fragments, unless that costs more than it saves."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain.planning import BRIM_COST, solve_problem
+from lazytrain.solver.memory import largest_tensor_bytes
+from lazytrain.solver.planning import solve
+from lazytrain.solver.problem import Problem
+from lazytrain.solver.toys import make_toy_problem
+
+
+def with_limit(problem: Problem, device_bytes: int) -> Problem:
+    return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=device_bytes))
+
+
+def test_the_largest_tensor_is_the_heads_sum_of_grads_in_fp32() -> None:
+    problem = make_toy_problem(3)
+    problem = replace(problem, head=replace(problem.head, num_params=10**9))
+    assert largest_tensor_bytes(problem) == 4 * 10**9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_leaves_room_or_is_faster_by_what_a_full_device_costs(seed: int) -> None:
+    problem = make_toy_problem(seed, num_blocks=2)
+    limit, room = problem.hardware.device_memory_bytes, largest_tensor_bytes(problem)
+    planned, full = solve_problem(problem), solve(problem)
+    if full.plan is None:
+        assert planned is None
+        return
+    assert planned is not None
+    assert planned.problem is problem, "limits are told as they were given"
+    assert planned.plan.predicted is not None
+    assert full.plan.predicted is not None
+    if planned.plan.predicted.device_peak_bytes > limit - room:
+        roomy = solve(with_limit(problem, max(0, limit - room)))
+        if roomy.plan is not None:
+            assert roomy.plan.predicted is not None
+            assert planned.plan.predicted.step_ms * (1 + BRIM_COST) < roomy.plan.predicted.step_ms
+    assert planned.plan.predicted.step_ms <= full.plan.predicted.step_ms * (1 + BRIM_COST) * 1.01
+
+
+def test_where_only_a_full_device_fits_it_is_filled() -> None:
+    problem = make_toy_problem(2, num_blocks=2)
+    leanest = problem
+    while (plan := solve(leanest).plan) is not None:
+        assert plan.predicted is not None
+        problem, leanest = leanest, with_limit(problem, plan.predicted.device_peak_bytes - 1)
+    limit = problem.hardware.device_memory_bytes
+    assert solve(with_limit(problem, limit - largest_tensor_bytes(problem))).plan is None
+    planned = solve_problem(problem)
+    assert planned is not None
+    assert planned.plan.predicted is not None
+    assert planned.plan.predicted.device_peak_bytes <= limit
