@@ -2,19 +2,22 @@
 
     step = forward + backward + head + update on the device + exposed (h2d, d2h, CPU update, NVMe) + idle
 
-A gap in the compute queue belongs, moment by moment, to the first of these that was busy then: NVMe reads, the CPU's
-update, copies to the device, NVMe writes, copies from it. Where none was, the queue was idle: the host had not launched
-anything. The parts sum to the step by construction.
+A gap in the compute queue belongs to what ended it, followed back: compute started because another queue's span had
+just ended; that span started because of the one that had ended before it, and so on to the start of the gap. Where
+nothing had just ended, the queue was idle: the host had not launched anything, though other queues may have been busy.
+The parts sum to the step by construction.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lazytrain.lanes import COMPUTE, CPU, D2H, H2D, NVME_READ, NVME_WRITE
 from lazytrain.solver.traces import AnySpan as AnySpan
 
-# Who is to blame for a gap, in this order.
-BLAMED = ((NVME_READ, "nvme_ms"), (CPU, "cpu_update_ms"), (H2D, "h2d_ms"), (NVME_WRITE, "nvme_ms"), (D2H, "d2h_ms"))
+WAITED_FOR = {NVME_READ: "nvme_ms", NVME_WRITE: "nvme_ms", CPU: "cpu_update_ms", H2D: "h2d_ms", D2H: "d2h_ms"}
+# Longer after its end nothing is a span's consequence.
+AT_ONCE_MS = 0.05
 COMPUTED = {
     "forward": "forward_ms",
     "forward again": "backward_ms",
@@ -92,24 +95,31 @@ def account_step(step_ms: float, spans: Iterable[AnySpan]) -> Account:
             times[COMPUTED.get(span.name, "other_ms")] += end - begin
             busy.append(Work(begin, end))
             position = end
-    gaps = _gaps(busy, start_ms, end_ms)
-    for queue, field in BLAMED:
-        blamed = merge(Work(s.start_ms, s.end_ms) for s in inside if s.queue == queue)
-        rest: list[Work] = []
-        for gap in gaps:
-            position = gap.start_ms
-            for work in blamed:
-                begin, end = max(work.start_ms, position), min(work.end_ms, gap.end_ms)
-                if end > begin:
-                    times[field] += end - begin
-                    if begin > position:
-                        rest.append(Work(position, begin))
-                    position = end
-            if gap.end_ms > position:
-                rest.append(Work(position, gap.end_ms))
-        gaps = rest
-    times["idle_ms"] = sum(gap.end_ms - gap.start_ms for gap in gaps)
+    others = sorted((s for s in inside if s.queue in WAITED_FOR), key=lambda s: s.end_ms)
+    for gap in _gaps(busy, start_ms, end_ms):
+        _blame(gap, others, times)
     return Account(**times)
+
+
+def _blame(gap: Work, others: Sequence[AnySpan], times: dict[str, float]) -> None:
+    """Follow a gap back from its end and add its parts to `times`.
+
+    Args:
+        others: the spans of all queues but compute, by their ends.
+    """
+    position = gap.end_ms
+    while position > gap.start_ms:
+        i = bisect_right(others, position, key=lambda span: span.end_ms) - 1
+        while i >= 0 and others[i].start_ms >= position:  # of no length
+            i -= 1
+        if i < 0 or others[i].end_ms < position - AT_ONCE_MS:
+            end = max(gap.start_ms, others[i].end_ms if i >= 0 else gap.start_ms)
+            times["idle_ms"] += position - end
+            position = end
+            continue
+        begin = max(gap.start_ms, others[i].start_ms)
+        times[WAITED_FOR[others[i].queue]] += position - begin
+        position = begin
 
 
 def merge(works: Iterable[Work]) -> list[Work]:

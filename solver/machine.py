@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lazytrain.solver.plan import CPU, HOST, NVME, Plan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import copy_ms, read_ms, update_traffic_bytes, write_ms
+from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_traffic_bytes, write_ms
 
 COMPUTE, H2D, D2H, NVME_READ, NVME_WRITE = "compute", "h2d", "d2h", "nvme_read", "nvme_write"
 QUEUES = (COMPUTE, H2D, D2H, CPU, NVME_READ, NVME_WRITE)
@@ -223,6 +223,13 @@ class Machine:
             self.last_store = self._grads_out[u]
             if 0 < u < len(self.units) - 1:
                 self._grads_in_flight.append(self._grads_out[u])
+
+    def dram_due(self, start: float) -> float:
+        """Return when the host's DRAM has moved all of a forward sweep that began at `start`; till then updates go on."""
+        due = start + dram_ms(self.problem, self.sweep_bytes)
+        if self._keeps_events and start < self.free[CPU] < due:
+            self.events.append(Event("update slowed", "DRAM", CPU, self.free[CPU], due))
+        return due
 
     def start_step(self, *, keep_events: bool = False) -> None:
         """Forget the last step's events and counts, and its grads in flight."""

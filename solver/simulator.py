@@ -167,8 +167,8 @@ class _Step:
             oldest = offloads.pop(0) if u and len(offloads) == 2 else 0.0
             if u == self._last:
                 ms = num * (point.forward_ms + point.backward_ms)
-                moved = start + dram_ms(self._problem, machine.sweep_bytes) if pending else 0.0
-                done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest, moved], machine.main)
+                dram = machine.dram_due(start) if pending else 0.0
+                done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest, dram], machine.main)
                 machine.deliver(u, done)
             elif u == 0:
                 done = machine.span(COMPUTE, "embed", u, num * point.forward_ms, [ticket], machine.main)

@@ -12,18 +12,19 @@ def spans(*rows: tuple[str, str, float, float]) -> list[Span]:
     return [Span(name, "unit", queue, start, end) for name, queue, start, end in rows]
 
 
-def test_every_gap_belongs_to_what_was_busy_then() -> None:
+def test_every_gap_belongs_to_what_ended_it_followed_back() -> None:
     account = account_step(
         20.0,
         spans(
+            ("load weights", "h2d", -3, 0.5),  # then nothing was launched for 0.5
             ("forward", "compute", 1, 5),
-            ("load weights", "h2d", -3, 0.5),
-            ("backward", "compute", 7, 12),
             ("update", "cpu", 4, 6),
-            ("load weights", "h2d", 5.5, 6.5),
+            ("load weights", "h2d", 6, 7),  # waited for the update
+            ("backward", "compute", 7, 12),
             ("head", "compute", 12, 13),
-            ("update", "compute", 15, 16),
-            ("store grads", "d2h", 13.5, 25),
+            ("store grads", "d2h", 13.5, 14),
+            ("update", "compute", 14, 16),
+            ("store grads", "d2h", 16, 25),  # nobody waits for it
         ),
     )
     assert account == Account(
@@ -31,14 +32,23 @@ def test_every_gap_belongs_to_what_was_busy_then() -> None:
         forward_ms=4.0,
         backward_ms=5.0,
         head_ms=1.0,
-        device_update_ms=1.0,
+        device_update_ms=2.0,
         other_ms=0.0,
-        h2d_ms=0.5 + 0.5,  # the CPU's update is named before the copy that follows it
-        d2h_ms=1.5 + 4.0,
+        h2d_ms=0.5 + 1.0,
+        d2h_ms=0.5,
         cpu_update_ms=1.0,
         nvme_ms=0.0,
-        idle_ms=0.5 + 0.5 + 0.5,
+        idle_ms=0.5 + 0.5 + 4.0,
     )
+    assert account.bound == "idle"
+
+
+def test_a_queue_that_is_always_busy_is_not_blamed_for_what_others_end() -> None:
+    rows = [("update", "cpu", 0.0, 50.0)]
+    for start in range(0, 50, 10):  # forward waits for the offload of the block before, not for the update
+        rows += [("forward", "compute", start, start + 4.0), ("offload", "d2h", start + 4.0, start + 10.0)]
+    account = account_step(50.0, spans(*rows))
+    assert (account.d2h_ms, account.cpu_update_ms, account.idle_ms) == (30.0, 0.0, 0.0)
     assert account.bound == "d2h"
 
 
