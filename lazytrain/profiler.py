@@ -98,7 +98,10 @@ class Profiler:
         return {key: value.to(self.device) for key, value in part.items()}
 
     def compile(self, num_microbatches: int, report: Callable[[str], None]) -> None:
-        """Compile the programs of all kinds of blocks, where they are compiled at all, as `problem` does."""
+        """Compile the programs of all kinds of blocks, where they are compiled at all, and load the update's kernels.
+
+        `problem` does so too: no step's time or memory includes it.
+        """
         if not self.programs.compiles:
             return
         model, timer = self.model, Timer(device=self.device, floor_s=self.floor_s)
@@ -108,6 +111,7 @@ class Profiler:
             x_btd = model.embed.fn(end_params(model, self.device, self.dtype)[0], chunk)
             for unit in {unit.kind: unit for unit in model.blocks}.values():
                 make_program(unit, self.settings, x_btd, ctx, self.dtype, self.programs, timer, report)
+                make_update(self.settings.layout(unit.params, self.dtype), self.settings, self.device)()
 
     def _measure(self, num_microbatches: int, report: Callable[[str], None]) -> Problem:
         model, dtype = self.model, self.dtype

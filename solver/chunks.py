@@ -29,16 +29,16 @@ class Choice(NamedTuple):
 
 
 def list_counts(batch: int) -> list[int]:
-    """Return the numbers of microbatches that are worth a look: chunks of half the size each time.
+    """Return the numbers of microbatches that are worth a look: chunks of half the size each time, rounded up.
 
     Example:
-        >>> list_counts(12)
-        [1, 2, 4, 12]
+        >>> list_counts(7)
+        [1, 2, 4, 7]
     """
     sizes, size = [], batch
     while size > 1:
         sizes.append(size)
-        size //= 2
+        size = -(-size // 2)
     return [-(-batch // size) for size in (*sizes, 1)]
 
 
