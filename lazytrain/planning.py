@@ -97,7 +97,7 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     no hole for that tensor, see `BRIM_COST`.
 
     Args:
-        time_limit_s: for each problem.
+        time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known.
     """
     given = [problem for problem in problems if problem is not None]
     best: Planned | None = None
@@ -106,7 +106,8 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
         cost = 1.0 if leaves_room else 1 + BRIM_COST
         for problem in given:
             tried = _with_room(problem) if leaves_room else problem
-            result = solve(tried, time_limit_s=time_limit_s, rival_ms=best_ms / cost)
+            limit_s = time_limit_s if best is None or leaves_room else time_limit_s / 2
+            result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms / cost)
             if result.plan is None:
                 continue
             assert result.plan.predicted is not None
