@@ -227,7 +227,7 @@ class Machine:
                 self._grads_in_flight.append(self._grads_out[u])
 
     def dram_due(self, start: float) -> float:
-        """Return when the host's DRAM has moved all of a forward sweep that began at `start`; till then updates go on."""
+        """Return when the host's DRAM has moved all of a sweep that began at `start`; till then updates go on."""
         due = start + dram_ms(self.problem, self.sweep_bytes)
         if self._keeps_events and start < self.free[CPU] < due:
             self.events.append(Event("update slowed", "DRAM", CPU, self.free[CPU], due))

@@ -62,8 +62,8 @@ class Simulation:
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Return what one steady step of `plan` takes and needs.
 
-    Steps are played until two in a row are the same, span by span: of two that only take the same time, a queue may fall
-    behind in each and bind some steps later. Where they alternate, the mean of the second half counts.
+    Steps are played until two in a row are the same, span by span: of two that only take the same time, a queue may
+    fall behind in each and bind some steps later. Where they alternate, the mean of the second half counts.
     Whether the plan fits is `memory.find_shortage`'s to say.
 
     Raises:
