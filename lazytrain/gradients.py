@@ -61,9 +61,8 @@ class GradientSink:
         self._block_sum = None
 
     def _buffer(self, flat: Tensor) -> Tensor:
-        """Return fp32 memory for one block's sum, that of the block before where it is as large."""
+        """Return fp32 memory for one block's sum, that of the block before where it is as large (see `room_for`)."""
         if self._block_sum is None or self._block_sum.numel() != flat.numel():
-            self._block_sum = None
             self._block_sum = torch.empty_like(flat, dtype=torch.float32)
         return self._block_sum
 
@@ -109,8 +108,11 @@ class GradientSink:
     def room_for(self, home: UnitHome) -> list[Ticket]:
         """Return what a block's backward must wait for before it may write new grads; frees the oldest buffers.
 
-        The first block waits for the head's store, whose memory is the largest.
+        The first block waits for the head's store, whose memory is the largest. A sum of another size than the block's
+        is freed, too.
         """
+        if self._block_sum is not None and not (home.has_params and self._block_sum.numel() == home.layout.numel):
+            self._block_sum = None
         tickets = [self._in_flight.pop(0)[0]] if self._in_flight and self._in_flight[0][0] is self._head_out else []
         while home.plan.grads == "host" and len(self._in_flight) >= NUM_GRAD_BUFFERS:
             tickets.append(self._in_flight.pop(0)[0])

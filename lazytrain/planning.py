@@ -113,7 +113,8 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
             assert result.plan.predicted is not None
             step_ms = result.plan.predicted.step_ms * cost
             if step_ms < best_ms:
-                best, best_ms = Planned(result.plan, problem, result), step_ms
+                plan = replace(result.plan, problem_digest=problem.digest)
+                best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
     return best
 
 
@@ -121,7 +122,7 @@ def _with_room(problem: Problem) -> Problem:
     """Return the problem with less of the device's memory, by the largest tensor that a step makes there."""
     if problem.device_is_host:
         return problem
-    limit = max(0, problem.hardware.device_memory_bytes - largest_tensor_bytes(problem))
+    limit = max(1, problem.hardware.device_memory_bytes - largest_tensor_bytes(problem))
     return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=limit))
 
 

@@ -70,6 +70,7 @@ class Machine:
         self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
         self.sweep_bytes = 0  # through the host's DRAM since the forward sweep's first load was issued
         self.busy = dict.fromkeys(QUEUES, 0.0)
+        self.sum_ends = self._norm = 0.0  # of a step's spans: the sum of their ends, each from the norm before
         self._keeps_events = False
         self._copy_ms: dict[tuple[str, int, int, bool], float] = {}
 
@@ -84,6 +85,7 @@ class Machine:
                 start = due
         end = self.free[key] = start + ms
         self.busy[queue] += ms
+        self.sum_ends += end - self._norm
         if self._keeps_events:
             self.events.append(Event(name, self.units[u].name, queue, start, end))
         return end
@@ -225,7 +227,7 @@ class Machine:
                 self._grads_in_flight.append(self._grads_out[u])
 
     def dram_due(self, start: float) -> float:
-        """Return when the host's DRAM has moved all of a forward sweep that began at `start`; till then updates go on."""
+        """Return when the host's DRAM has moved all of a sweep that began at `start`; till then updates go on."""
         due = start + dram_ms(self.problem, self.sweep_bytes)
         if self._keeps_events and start < self.free[CPU] < due:
             self.events.append(Event("update slowed", "DRAM", CPU, self.free[CPU], due))
@@ -236,6 +238,7 @@ class Machine:
         self._keeps_events = keep_events
         self.events, self.bytes, self.busy = [], dict.fromkeys((*QUEUES, "dram"), 0), dict.fromkeys(QUEUES, 0.0)
         self._grads_in_flight = []
+        self.sum_ends, self._norm = 0.0, self.main
 
     def _send(self, u: int, what: str, num_bytes: int, place: str, done: float) -> float:
         key = (what, u % NUM_BUFFERS)

@@ -54,6 +54,7 @@ class _Machines:
             self._queue |= dict.fromkeys((H2D, D2H, CPU), COMPUTE)
         self._free = {queue: np.zeros(num) for queue in QUEUES}
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
+        self._sum_ends, self._norm = np.zeros((2, num))  # of a step's spans, each from the norm before
         self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
         self._main, self._loader, self._last_store = np.zeros((3, num))
         num_slots = layout.spare_slot + 1
@@ -74,11 +75,12 @@ class _Machines:
         norms, periods = [self._main], np.full(len(self._main), np.nan)
         for count in range(1, MAX_STEPS + 1):
             self._busy, self._moved = {queue: np.zeros_like(self._main) for queue in QUEUES}, np.zeros_like(self._main)
+            before, self._sum_ends, self._norm = self._sum_ends, np.zeros_like(self._main), self._main
             norms.append(self._play(pending=count > 1))
             if count > 2:
                 period, last = norms[-1] - norms[-2], norms[-2] - norms[-3]
-                is_steady = np.isnan(periods) & (np.abs(period - last) <= SETTLED * period)
-                periods[is_steady] = period[is_steady]
+                change = np.maximum(np.abs(period - last), np.abs(self._sum_ends - before))
+                periods = np.where(np.isnan(periods) & (change <= SETTLED * period), period, periods)
                 if not np.isnan(periods).any():
                     break
         else:
@@ -104,6 +106,7 @@ class _Machines:
         end = end + ms
         self._free[key] = end if mask is None else np.where(mask, end, self._free[key])
         self._busy[queue] += ms if mask is None else ms * mask
+        self._sum_ends += end - self._norm if mask is None else (end - self._norm) * mask
         return end
 
     def _read(self, mask: np.ndarray, ms: np.ndarray | float, written: np.ndarray) -> None:

@@ -62,7 +62,8 @@ class Simulation:
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Return what one steady step of `plan` takes and needs.
 
-    Steps are played until two in a row take the same time; where they alternate, the mean of the second half counts.
+    Steps are played until two in a row are the same, span by span: of two that only take the same time, a queue may
+    fall behind in each and bind some steps later. Where they alternate, the mean of the second half counts.
     Whether the plan fits is `memory.find_shortage`'s to say.
 
     Raises:
@@ -89,12 +90,13 @@ def _settle(problem: Problem, plan: Plan, *, keep_events: bool) -> tuple[Machine
     """Play until the step's time is steady; return the machine after it, that time, and when the last step began."""
     machine = Machine(problem, plan)
     step = _Step(problem, machine)
-    norms, period = [0.0], 0.0
+    norms, period, sum_ends = [0.0], 0.0, 0.0
     for count in range(1, MAX_STEPS + 1):
         machine.start_step()
         norms.append(step.play(pending=count > 1))
         last, period = period, norms[-1] - norms[-2]
-        if count > 2 and abs(period - last) <= SETTLED * period:
+        before, sum_ends = sum_ends, machine.sum_ends
+        if count > 2 and max(abs(period - last), abs(sum_ends - before)) <= SETTLED * period:
             break
     else:
         half = MAX_STEPS // 2

@@ -100,6 +100,21 @@ def test_all_blocks_sums_share_one_buffer_until_it_is_dropped(
     assert gone() is None
 
 
+def test_a_sum_of_another_size_is_freed_before_a_blocks_backward(device: torch.device) -> None:
+    homes, lanes = make_homes(torch.bfloat16, device)
+    sink, (embed, home, *_) = GradientSink(homes, lanes, tied={}), homes.units
+    sink.begin_step(3)
+    for _ in range(3):
+        sink.add(home, torch.ones(home.layout.numel, device=device, dtype=torch.bfloat16))
+    assert sink._block_sum is not None
+    buffer = weakref.ref(sink._block_sum)
+    sink.room_for(homes.units[2])
+    assert buffer() is not None
+    assert embed.layout.numel != home.layout.numel
+    sink.room_for(embed)
+    assert buffer() is None, "the account of that block's backward has no room for both"
+
+
 def test_buffers_in_flight_are_held_until_there_is_something_to_wait_for(device: torch.device) -> None:
     homes, lanes = make_homes(torch.float32, device)
     sink = GradientSink(homes, lanes, tied={})

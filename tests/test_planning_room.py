@@ -31,14 +31,22 @@ def test_a_plan_leaves_room_or_is_faster_by_what_a_full_device_costs(seed: int) 
         return
     assert planned is not None
     assert planned.problem is problem, "limits are told as they were given"
+    assert planned.plan.problem_digest == problem.digest
+    assert planned.result.plan is planned.plan
     assert planned.plan.predicted is not None
     assert full.plan.predicted is not None
     if planned.plan.predicted.device_peak_bytes > limit - room:
-        roomy = solve(with_limit(problem, max(0, limit - room)))
+        roomy = solve(with_limit(problem, max(1, limit - room)))
         if roomy.plan is not None:
             assert roomy.plan.predicted is not None
             assert planned.plan.predicted.step_ms * (1 + BRIM_COST) < roomy.plan.predicted.step_ms
     assert planned.plan.predicted.step_ms <= full.plan.predicted.step_ms * (1 + BRIM_COST) * 1.01
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 0, 1])
+def test_a_device_that_has_no_room_for_the_largest_tensor_fits_nothing(num_bytes: int) -> None:
+    problem = make_toy_problem(2, num_blocks=2)
+    assert solve_problem(with_limit(problem, largest_tensor_bytes(problem) + num_bytes)) is None
 
 
 def test_where_only_a_full_device_fits_it_is_filled() -> None:

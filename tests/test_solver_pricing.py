@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lazytrain.solver import simulator
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.fitting import Fitter
@@ -46,6 +47,18 @@ def test_steps_and_loads_are_the_simulators(seed: int) -> None:
         step_ms, loads_ms = simulate_load(problem, plan)
         assert steps[i] == pytest.approx(step_ms, rel=AGREEMENT)
         assert sorted(loads[:, i]) == pytest.approx(sorted(loads_ms), rel=AGREEMENT, abs=AGREEMENT)
+
+
+@pytest.mark.parametrize("seed", [57, 72, 180])
+def test_a_queue_that_falls_behind_binds_though_two_steps_took_the_same_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, rng = make_varied_problem(seed), random.Random(seed)
+    problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=8.0))
+    plans = [random_plan(problem, rng) for _ in range(NUM_PLANS)]
+    steps, _ = Pricer(problem).price([(plan.prefetch_depth, plan.units) for plan in plans])
+    monkeypatch.setattr(simulator, "SETTLED", -1.0)  # none is the last
+    assert steps == pytest.approx([simulate_step_ms(problem, plan) for plan in plans], rel=AGREEMENT)
 
 
 @pytest.mark.parametrize("seed", range(30))
