@@ -103,15 +103,18 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     best: Planned | None = None
     best_ms = math.inf
     for leaves_room in (True, False):
-        cost = 1.0 if leaves_room else 1 + BRIM_COST
         for problem in given:
-            tried = _with_room(problem) if leaves_room else problem
+            roomy = _with_room(problem)
+            if roomy is problem and not leaves_room:
+                continue
             limit_s = time_limit_s if best is None or leaves_room else time_limit_s / 2
-            result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms / cost)
+            rival_ms = best_ms if leaves_room else best_ms / (1 + BRIM_COST)
+            result = solve(roomy if leaves_room else problem, time_limit_s=limit_s, rival_ms=rival_ms)
             if result.plan is None:
                 continue
             assert result.plan.predicted is not None
-            step_ms = result.plan.predicted.step_ms * cost
+            is_full = result.plan.predicted.device_peak_bytes > roomy.hardware.device_memory_bytes
+            step_ms = result.plan.predicted.step_ms * (1 + BRIM_COST * is_full)
             if step_ms < best_ms:
                 plan = replace(result.plan, problem_digest=problem.digest)
                 best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
@@ -119,7 +122,10 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
 
 
 def _with_room(problem: Problem) -> Problem:
-    """Return the problem with less of the device's memory, by the largest tensor that a step makes there."""
+    """Return the problem with less of the device's memory, by the largest tensor that a step makes there.
+
+    Where the device is the host's own RAM nothing is cut up: the problem itself.
+    """
     if problem.device_is_host:
         return problem
     limit = max(1, problem.hardware.device_memory_bytes - largest_tensor_bytes(problem))

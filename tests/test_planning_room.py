@@ -1,12 +1,14 @@
 """Plans leave room for the allocator's fragments, unless that costs more than it saves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from lazytrain import planning
 from lazytrain.planning import BRIM_COST, solve_problem
 from lazytrain.solver.memory import largest_tensor_bytes
-from lazytrain.solver.planning import solve
+from lazytrain.solver.planning import Result, solve
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.toys import make_toy_problem
 
@@ -47,6 +49,19 @@ def test_a_plan_leaves_room_or_is_faster_by_what_a_full_device_costs(seed: int) 
 def test_a_device_that_has_no_room_for_the_largest_tensor_fits_nothing(num_bytes: int) -> None:
     problem = make_toy_problem(2, num_blocks=2)
     assert solve_problem(with_limit(problem, largest_tensor_bytes(problem) + num_bytes)) is None
+
+
+def test_hosts_own_ram_is_solved_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+
+    def watch(problem: Problem, **options: Any) -> Result:
+        solved.append(problem)
+        return solve(problem, **options)
+
+    monkeypatch.setattr(planning, "solve", watch)
+    problem = make_toy_problem(4, num_blocks=2, device_is_host=True)
+    assert planning.solve_problem(problem) is not None
+    assert solved == [problem]
 
 
 def test_where_only_a_full_device_fits_it_is_filled() -> None:
