@@ -26,8 +26,8 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
 # How much longer a step is where too little is left for the allocator's fragments: it gives all free memory back and
-# takes it anew, one to four times a step. On an H200 that took 1 to 2.4% of a step.
-BRIM_COST = 0.02
+# takes it anew, one to four times a step. On an H200 that took 48 to 75 ms where the largest tensor has 2.1 to 3.1 GB.
+BRIM_MS_PER_GB = 25.0
 
 
 class Planned(NamedTuple):
@@ -94,7 +94,7 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any.
 
     Plans that leave room on the device for the largest tensor once more are preferred: without it the allocator finds
-    no hole for that tensor, see `BRIM_COST`.
+    no hole for that tensor, see `BRIM_MS_PER_GB`.
 
     Args:
         time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known.
@@ -108,13 +108,14 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
             if roomy is problem and not leaves_room:
                 continue
             limit_s = time_limit_s if best is None or leaves_room else time_limit_s / 2
-            rival_ms = best_ms if leaves_room else best_ms / (1 + BRIM_COST)
+            brim_ms = BRIM_MS_PER_GB * largest_tensor_bytes(problem) / 1e9
+            rival_ms = best_ms if leaves_room else best_ms - brim_ms
             result = solve(roomy if leaves_room else problem, time_limit_s=limit_s, rival_ms=rival_ms)
             if result.plan is None:
                 continue
             assert result.plan.predicted is not None
             is_full = result.plan.predicted.device_peak_bytes > roomy.hardware.device_memory_bytes
-            step_ms = result.plan.predicted.step_ms * (1 + BRIM_COST * is_full)
+            step_ms = result.plan.predicted.step_ms + brim_ms * is_full
             if step_ms < best_ms:
                 plan = replace(result.plan, problem_digest=problem.digest)
                 best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
@@ -122,14 +123,16 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
 
 
 def _with_room(problem: Problem) -> Problem:
-    """Return the problem with less of the device's memory, by the largest tensor that a step makes there.
+    """Return the problem with less of the device's memory: what is left has room for the largest tensor of a step.
 
-    Where the device is the host's own RAM nothing is cut up: the problem itself.
+    What a limit loses to fragments anyway counts. The problem itself, where that is enough, and where the device is the
+    host's own RAM, which is not cut up.
     """
-    if problem.device_is_host:
+    limit = problem.hardware.device_memory_bytes
+    roomy = max(1, int(limit / LIMIT_SHARE) - largest_tensor_bytes(problem))
+    if problem.device_is_host or roomy >= limit:
         return problem
-    limit = max(1, problem.hardware.device_memory_bytes - largest_tensor_bytes(problem))
-    return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=limit))
+    return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=roomy))
 
 
 def choose_plan(
