@@ -168,7 +168,11 @@ class Machine:
         ticket = 0.0
         for name, num_bytes in copies:
             ticket = self.copy(H2D, name, u, num_bytes, after, self.loader, in_backward=not pending)
-        self._copied["slot", slot] = self._copied["buffer", buffer] = ticket
+        moved = {name for name, _ in copies}  # NVMe is read into a staging buffer once its last copy has ended
+        if "load weights" in moved:
+            self._copied["slot", slot] = ticket
+        if "load states" in moved:
+            self._copied["buffer", buffer] = ticket
         return ticket
 
     def update_on_load(self, u: int, ticket: float) -> None:

@@ -158,8 +158,8 @@ class _Machines:
                 ms, copies = ms + visit * has["visit"][u], load | visit
             ticket = np.where(copies, self._span(H2D, copies, ms, after, self._loader), 0.0)
         if self._problem.allow_nvme:
-            self._slot_copied[slot] = np.where(act, ticket, self._slot_copied[slot])
-            self._buffer_copied[buffer] = np.where(act, ticket, self._buffer_copied[buffer])
+            self._slot_copied[slot] = np.where(load, ticket, self._slot_copied[slot])
+            self._buffer_copied[buffer] = np.where(visit, ticket, self._buffer_copied[buffer])
         return ticket
 
     def _update_on_cpu(self, u: int) -> None:

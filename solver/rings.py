@@ -139,6 +139,7 @@ def add_ring(
     horizon: float,
     *,
     period: Affine | None = None,
+    in_order: bool = True,
 ) -> tuple[list[Affine], list[Affine]]:
     """Add, for each k, the time at which the buffer is free that the `depth`-th last user before k used.
 
@@ -149,6 +150,7 @@ def add_ring(
         finishes: per position, the times after which its buffer is free again (the latest counts).
         horizon: M, at least the latest finish.
         period: T, where users of the step before may still hold their buffers when a step begins.
+        in_order: no user is done before one that came before it; else the last row holds where position k is none.
 
     Returns:
         The times, one per position; and, behind them, the times at which the last user, the last but one ...
@@ -166,14 +168,14 @@ def add_ring(
         for m in range(depth):
             sources = list(ends) if m == 0 else [release[m - 1]]
             sources = [source for source in sources if source.terms]
-            if not sources:
+            if not sources and (in_order or not release[m].terms):
                 newest.append(release[m])
                 continue
             z = model.add_var(lower, horizon)
             for source in sources:
                 model.add_at_least(z, source - unless)
             if release[m].terms:
-                model.add_at_least(z, release[m])
+                model.add_at_least(z, release[m] if in_order else release[m] - user * horizon)
             newest.append(z)
         release = newest
     if period is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lazytrain.solver.choices import Keep
 from lazytrain.solver.draft import Draft, pick_lane
 from lazytrain.solver.events import Events, Op, follow, follow_if, relax
-from lazytrain.solver.linear import Affine
+from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, NVME
 from lazytrain.solver.rates import read_ms, write_ms
@@ -126,6 +126,22 @@ def _add_staging(draft: Draft, events: Events, writes: Writes) -> list[Affine]:
     return launches
 
 
+def _weights_copied(draft: Draft, events: Events, u: int) -> Affine:
+    """Return when the forward sweep's load has emptied the staging behind a slot; weights still there don't come."""
+    moves = draft.first_load[u] + draft.choices[u].lane(lambda lane: lane.is_streamed and lane.update == CPU)
+    return relax(draft, events.load[u].finish, moves)
+
+
+def _states_copied(draft: Draft, events: Events, u: int) -> list[Affine]:
+    """Return when the staging behind an update buffer is empty: where states are loaded early, before the norm.
+
+    Their load is empty then, but on a machine without a device it stands behind all updates on the CPU.
+    """
+    early = total(draft.early[u])
+    loads = (events.load[u].finish, 1.0 - early), (events.early[u].finish - draft.period, early)
+    return [relax(draft, finish, user) for finish, user in loads]
+
+
 def _add_forward_reads(draft: Draft, events: Events, writes: Writes, launches: list[Affine]) -> Affine:
     """Add the reads before loads, issued once the unit that used slot and buffer before is launched.
 
@@ -133,9 +149,11 @@ def _add_forward_reads(draft: Draft, events: Events, writes: Writes, launches: l
         When the loader is through.
     """
     model, horizon = draft.model, 2 * draft.horizon
-    loads = [[op.finish] for op in events.load]
-    weights_free, _ = add_ring(model, draft.streamed, loads, draft.prefetch_depth, horizon)
-    states_free, _ = add_ring(model, draft.visiting, loads, NUM_RING_BUFFERS, horizon)
+    everywhere = range(len(launches))
+    weights = [[_weights_copied(draft, events, u)] for u in everywhere]
+    weights_free, _ = add_ring(model, draft.streamed, weights, draft.prefetch_depth, horizon, in_order=False)
+    states = [_states_copied(draft, events, u) for u in everywhere]
+    states_free, _ = add_ring(model, draft.visiting, states, NUM_RING_BUFFERS, horizon)
     issued, _ = add_ring(model, draft.streamed, [[launch] for launch in launches], draft.prefetch_depth, horizon)
     visits, _ = add_ring(model, draft.visiting, [[launch] for launch in launches], NUM_RING_BUFFERS, horizon)
     before = Affine()
@@ -164,13 +182,15 @@ def _add_backward_reads(draft: Draft, events: Events, writes: Writes, before: li
     """Add the reads before reloads and fetches; return when the loader is through."""
     horizon = 2 * draft.horizon
     blocks = list(range(len(draft.choices) - 2, 0, -1))
-    loads = [[events.load[u].finish, relax(draft, events.reload[u].finish, draft.second_load[u])] for u in blocks]
+    reloads = {u: relax(draft, events.reload[u].finish, draft.second_load[u]) for u in blocks}
+    loads = [[_weights_copied(draft, events, u), reloads[u]] for u in blocks]
     users = [draft.streamed[u] for u in blocks]
-    free = dict(zip(blocks, add_ring(draft.model, users, loads, draft.prefetch_depth, horizon)[0]))
+    free = dict(zip(blocks, add_ring(draft.model, users, loads, draft.prefetch_depth, horizon, in_order=False)[0]))
     for u in blocks:
         second = draft.nvme_loads[u][1]
         op = _add_op(draft, second * _read_ms(draft, draft.problem.units[u].weight_bytes), before)
-        for wait in (free[u], writes.weights[u].finish):
+        written = relax(draft, writes.weights[u].finish, pick_lane(draft, u, weights=NVME, update=DEVICE))
+        for wait in (free[u], written):
             follow_if(draft, second, op, wait, horizon)
         follow(draft, events.reload[u], [op.finish])
         for user, num_bytes, write in zip(

@@ -135,7 +135,8 @@ def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affi
     for u in blocks:
         reload, fetch, backward = events.reload[u], events.fetch[u], events.backward[u]
         queues.run(H2D, reload)
-        for wait in (slots[u], events.store_weights[u].finish):
+        stored = relax(draft, events.store_weights[u].finish, pick_lane(draft, u, weights=AWAY, update=DEVICE))
+        for wait in (slots[u], stored):
             follow_if(draft, draft.second_load[u], reload, wait, 2 * horizon)
         queues.run(H2D, fetch)
         for wait in (fetches[u], events.offload_residuals[u].finish):

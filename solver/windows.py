@@ -7,8 +7,8 @@ The rows of the rings say so with M, which means nothing while binaries are frac
                    fetch[u] >= start of backward[u] - A,   A = P weights and 2 fetches
     stores behind  start of forward[u] >= store[u - 1] - A,   A = 2 updates' stores and one offload
 
-and the chain of each queue carries them on. A row's finish may lie after an operation's true one, where that was early:
-what follows it on its queue can't have ended before.
+and the chain of each queue carries them on. Loads have chains of their own here, from the first to the last of a sweep:
+a finish in these may lie after the true one, where that was early, and reads from NVMe wait for the true one alone.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def _start(op: Op) -> Affine:
 
 
 def _add_forward_loads(draft: Draft, events: Events) -> None:
-    """Add a chain of its own: weights that a CPU update publishes to a resident block may come at any time before."""
+    """Add the chain, without weights that a CPU update publishes to a resident block: they come at any time before."""
     weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
     buffers = find_largest(draft, lambda unit: unit.state_bytes + unit.grad_bytes, to_device=True, num_copies=2)
     ahead = (draft.prefetch_depth + 1) * weights + NUM_RING_BUFFERS * buffers
@@ -71,8 +71,13 @@ def _add_forward_loads(draft: Draft, events: Events) -> None:
 def _add_fetches(draft: Draft, events: Events) -> None:
     weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
     ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * find_largest_move(draft, to_device=True)
-    for u in range(1, len(draft.choices) - 1):
-        draft.model.add_at_least(events.fetch[u].finish, _start(events.backward[u]) - ahead)
+    before = Affine()
+    for u in range(len(draft.choices) - 2, 0, -1):
+        chain = draft.model.add_var()
+        draft.model.add_at_least(chain, before + events.reload[u].ms + events.fetch[u].ms)
+        draft.model.add_at_least(chain, _start(events.backward[u]) - ahead)
+        draft.model.add_at_least(_start(events.backward[u]), chain)
+        before = chain
 
 
 def _add_stores(draft: Draft, events: Events) -> None:

@@ -20,7 +20,7 @@ from lazytrain.solver import planning
 from lazytrain.solver.choices import list_block_plans, list_lanes, make_unit_plan
 from lazytrain.solver.memory import Accountant
 from lazytrain.solver.milp import build_milp
-from lazytrain.solver.plan import Plan, UnitPlan, make_plan
+from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, UnitPlan, make_plan
 from lazytrain.solver.planning import solve
 from lazytrain.solver.problem import Problem
 from lazytrain.solver.simulator import simulate_step_ms
@@ -45,6 +45,7 @@ FAMILIES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 )
 
 SLOW_DRAM = 8.0
+MUCH_BYTES = 1 << 45
 STREAMED_EDGES = 4  # the family whose embed and head may be streamed, too
 
 
@@ -57,6 +58,12 @@ def make_instance(number: int) -> Problem:
         rate = problem.hardware.host_memory_gbs / SLOW_DRAM
         problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=rate))
     return replace(problem, **{**few, **options})
+
+
+def with_room(problem: Problem, **rates: float) -> Problem:
+    """Return the problem on a machine where all fits, and with other rates."""
+    room = {f"{tier}_bytes": MUCH_BYTES for tier in ("device_memory", "host_memory", "nvme")}
+    return replace(problem, hardware=replace(problem.hardware, **room, **rates))
 
 
 def list_options(problem: Problem) -> list[list[UnitPlan]]:
@@ -108,14 +115,93 @@ def test_no_plan_is_faster_than_the_answer(number: int) -> None:
 @pytest.mark.parametrize("number", range(NUM_INSTANCES))
 def test_the_model_says_what_the_simulator_says(number: int) -> None:
     problem, rng = make_instance(number), random.Random(number)
-    more = {f"{tier}_bytes": 1 << 44 for tier in ("device_memory", "nvme")}
-    roomy = replace(problem, hardware=replace(problem.hardware, host_memory_bytes=1 << 45, **more))
+    roomy = with_room(problem)
     options = list_options(problem)
     for _ in range(NUM_PLANS):
         plan = make_plan(problem, [rng.choice(of) for of in options], rng.choice(problem.prefetch_depths))
         step_ms = simulate_step_ms(problem, plan)
         assert model_step_ms(roomy, plan, 10 * step_ms) == pytest.approx(step_ms, rel=AGREEMENT)
         assert (model_step_ms(problem, plan, 10 * step_ms) is not None) == Accountant(problem).fits(plan)
+
+
+STAYS = UnitPlan()
+VISITS = UnitPlan(weights=HOST, states=HOST, update=DEVICE, grads=HOST)
+STATES_FROM_NVME = UnitPlan(states=NVME)
+ALL_FROM_NVME = UnitPlan(weights=NVME, states=NVME)
+ON_CPU = UnitPlan(weights=HOST, states=HOST, update=CPU, grads=HOST)
+CPU_ON_NVME = UnitPlan(weights=NVME, states=NVME, update=CPU, grads=HOST)
+SPILLS = UnitPlan(residuals=NVME, residual_point=1)
+HARD_SEEDS = (53, 118)  # reads in backward from staging whose copies end in another order; fetches far ahead of compute
+FAST = 0.05  # of the toy's compute and updates
+# What a unit does without ends, in the model, with what stands before it on its queue: nothing may wait for that.
+CORNERS: dict[str, tuple[int, dict[str, float], tuple[UnitPlan, ...]]] = {
+    "states that came early stand before all updates on the CPU": (
+        7,
+        {},
+        (VISITS, VISITS, STATES_FROM_NVME, replace(STATES_FROM_NVME, update=CPU, grads=HOST), STAYS),
+    ),
+    "weights that the device did not update are not stored": (
+        3,
+        {"h2d_gbs": 0.5, "d2h_gbs": 0.5},
+        (STAYS, *[replace(VISITS, grads=DEVICE)] * 3, *[ON_CPU] * 3, STAYS),
+    ),
+    "weights that the CPU updated are not the writer's": (
+        5,
+        {"h2d_gbs": 20.0, "d2h_gbs": 20.0, "nvme_read_gbs": 2.0, "nvme_write_gbs": 1.0},
+        (STAYS, SPILLS, SPILLS, CPU_ON_NVME, ON_CPU, ON_CPU, STAYS),
+    ),
+    "weights that are in their slot do not come": (
+        0,
+        {"h2d_gbs": 3.0, "nvme_read_gbs": 1.0, "nvme_write_gbs": 20.0},
+        (STAYS, VISITS, VISITS, ALL_FROM_NVME, ALL_FROM_NVME, STAYS),
+    ),
+    "staging is read into once its last copy has ended, of the sweep before too": (
+        0,
+        {"h2d_gbs": 0.5, "nvme_read_gbs": 1.0, "nvme_write_gbs": 20.0},
+        (STAYS, VISITS, *[CPU_ON_NVME] * 3, STAYS),
+    ),
+}
+
+
+def make_corner(name: str) -> tuple[Problem, Plan]:
+    seed, rates, units = CORNERS[name]
+    problem = make_toy_problem(seed, num_blocks=len(units) - 2, allow_nvme=True, device_is_host=not rates)
+    if rates:
+        rates = rates | {"host_memory_gbs": 1e3, "quiet_link_gbs": 0.0}
+    problem = with_fast_blocks(with_room(replace(problem, num_microbatches=1), **rates))
+    return problem, make_plan(problem, units, 2)
+
+
+def with_fast_blocks(problem: Problem) -> Problem:
+    """Return the problem with compute and updates that are seldom waited for."""
+    blocks = []
+    for block in problem.blocks:
+        points = [replace(p, forward_ms=FAST * p.forward_ms, backward_ms=FAST * p.backward_ms) for p in block.points]
+        blocks.append(replace(block, points=tuple(points), cpu_update_ms=FAST * block.cpu_update_ms))
+    return replace(problem, blocks=tuple(blocks))
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_the_model_is_no_stricter_than_the_simulator_in_corners(name: str) -> None:
+    problem, plan = make_corner(name)
+    step_ms = simulate_step_ms(problem, plan)
+    assert model_step_ms(problem, plan, 10 * step_ms) == pytest.approx(step_ms, rel=AGREEMENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", sorted({*range(NUM_INSTANCES), *HARD_SEEDS}))
+def test_the_model_says_what_the_simulator_says_where_copies_and_nvme_bind(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = {name: 10 ** rng.uniform(-0.5, 1.5) for name in ("h2d_gbs", "d2h_gbs", "nvme_read_gbs", "nvme_write_gbs")}
+    problem = make_toy_problem(seed, num_blocks=6, allow_nvme=seed % 4 > 0, device_is_host=seed % 5 == 0)
+    problem = with_fast_blocks(with_room(problem, **rates))
+    embed, options, *_, head = list_options(problem)
+    streamed = [plan for plan in options if plan.is_streamed and plan.residuals == "none" and plan.boundary == DEVICE]
+    for _ in range(NUM_PLANS):
+        units = [rng.choice(streamed if rng.random() < 0.9 else options) for _ in problem.blocks]
+        plan = make_plan(problem, [rng.choice(embed), *units, rng.choice(head)], rng.choice((2, 3)))
+        step_ms = simulate_step_ms(problem, plan)
+        assert model_step_ms(problem, plan, 10 * step_ms) == pytest.approx(step_ms, rel=AGREEMENT)
 
 
 def test_every_family_is_tried_and_some_instances_do_not_fit() -> None:
