@@ -145,7 +145,8 @@ class Machine:
         if cpu_done is not None:
             self.loader = max(self.loader, cpu_done)
         slot, copies, after = self.slots.get(u), [], [0.0]
-        if cpu_done is not None if slot is None else self._slot_owner[slot] != u:
+        is_missing = cpu_done is not None if slot is None else self._slot_owner[slot] != u
+        if is_missing:
             if decisions.weights == NVME:
                 self.loader = max(self.loader, self._copied.get(("slot", slot), 0.0))
                 self.read("read weights", u, unit.weight_bytes, self._weights_write[u])
@@ -168,10 +169,10 @@ class Machine:
         ticket = 0.0
         for name, num_bytes in copies:
             ticket = self.copy(H2D, name, u, num_bytes, after, self.loader, in_backward=not pending)
-        moved = {name for name, _ in copies}  # NVMe is read into a staging buffer once its last copy has ended
-        if "load weights" in moved:
+        # NVMe is read into a staging buffer once its last copy has ended.
+        if is_missing:
             self._copied["slot", slot] = ticket
-        if "load states" in moved:
+        if buffer is not None:
             self._copied["buffer", buffer] = ticket
         return ticket
 

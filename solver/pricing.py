@@ -47,8 +47,7 @@ class _Machines:
         self._slots, self._buffers, self._turns, self._needs, self._backward_needs = (
             key * num + np.arange(num) for key in keys
         )
-        self._early, self._late = layout.early, ~layout.early
-        rows = len(self._units)
+        self._early, self._late, rows = layout.early, ~layout.early, len(self._units)
         self._queue = {queue: queue for queue in QUEUES}
         if problem.device_is_host:
             self._queue |= dict.fromkeys((H2D, D2H, CPU), COMPUTE)
@@ -56,6 +55,7 @@ class _Machines:
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
         self._sum_ends, self._norm = np.zeros((2, num))  # of a step's spans, each from the norm before
         self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
+        self._sweep_bytes = self._has["sweep_bytes"].sum(axis=0)
         self._main, self._loader, self._last_store = np.zeros((3, num))
         num_slots = layout.spare_slot + 1
         self._owner = np.full(num_slots * num, -1)
@@ -247,7 +247,7 @@ class _Machines:
             if u == 1:
                 after.append(self._last_store)
             if u == self._last and pending:
-                moved = self._early_moved + self._moved + has["sweep_bytes"].sum(axis=0)
+                moved = self._early_moved + self._moved + self._sweep_bytes
                 after.append(start + dram_ms(self._problem, 1.0) * moved)
             done = self._span(COMPUTE, None, has["forward"][u], *after)
             if u == self._last:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from lazytrain.solver.choices import Keep
 from lazytrain.solver.draft import Draft, pick_lane
-from lazytrain.solver.events import Events, Op, follow, follow_if, relax
+from lazytrain.solver.events import AWAY, Events, Op, follow, follow_if, relax
 from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.memory import NUM_RING_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, NVME
@@ -128,7 +128,7 @@ def _add_staging(draft: Draft, events: Events, writes: Writes) -> list[Affine]:
 
 def _weights_copied(draft: Draft, events: Events, u: int) -> Affine:
     """Return when the forward sweep's load has emptied the staging behind a slot; weights still there don't come."""
-    moves = draft.first_load[u] + draft.choices[u].lane(lambda lane: lane.is_streamed and lane.update == CPU)
+    moves = draft.first_load[u] + pick_lane(draft, u, weights=AWAY, update=CPU)
     return relax(draft, events.load[u].finish, moves)
 
 

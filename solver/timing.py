@@ -48,7 +48,7 @@ def add_timing(draft: Draft, events: Events) -> None:
         follow_if(draft, pick_lane(draft, u, update=CPU), op, tail, draft.horizon)
     last_offload, buffers = _add_forward(draft, events, queues, moves)
     _add_backward(draft, events, queues, moves, last_offload)
-    for wait in (events.forward[-1].finish, _edge_store(draft, events, -1)):
+    for wait in (events.forward[-1].finish, _stored(draft, events, -1)):
         follow_if(draft, draft.edges.early, events.early[0], wait, 2 * draft.horizon)
     for u, (op, users) in enumerate(zip(events.early, draft.early, strict=True)):
         queues.run(H2D, op)
@@ -70,30 +70,28 @@ def _finishes(ops: Sequence[Op]) -> list[list[Affine]]:
     return [[op.finish] for op in ops]
 
 
-def _slot_ends(draft: Draft, uses: Sequence[Op], stores: Sequence[Op]) -> list[list[Affine]]:
+def _slot_ends(draft: Draft, events: Events, uses: Sequence[Op]) -> list[list[Affine]]:
     """Return what a slot waits for: its last use, and the copy of its weights home where the device updated them."""
-    updated = [pick_lane(draft, u, weights=AWAY, update=DEVICE) for u in range(len(uses))]
-    return [[a.finish, relax(draft, b.finish, user)] for a, b, user in zip(uses, stores, updated, strict=True)]
+    return [[use.finish, _stored(draft, events, u)] for u, use in enumerate(uses)]
 
 
-def _edge_store(draft: Draft, events: Events, u: int) -> Affine:
-    """Return when the weights of embed (0) or head (-1) have left their slot, where the device updated them."""
-    user = draft.choices[u].lane(lambda lane: lane.is_streamed and lane.update == DEVICE)
-    return relax(draft, events.store_weights[u].finish, user)
+def _stored(draft: Draft, events: Events, u: int) -> Affine:
+    """Return when a unit's weights (the head's: -1) have left their slot, where the device updated them."""
+    return relax(draft, events.store_weights[u].finish, pick_lane(draft, u, weights=AWAY, update=DEVICE))
 
 
 def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affine]) -> tuple[Affine, list[Affine]]:
     """Add the rows of the forward sweep; return when the last offload ends, and when units' update buffers are free."""
     model, horizon, last = draft.model, draft.horizon, len(draft.choices) - 1
-    slot_ends = _slot_ends(draft, events.forward, events.store_weights)
+    slot_ends = _slot_ends(draft, events, events.forward)
     offloads, last_offload = add_ring(model, moves, _finishes(events.offload_residuals), 1, horizon)
     slots, _ = add_ring(model, draft.streamed, slot_ends, draft.prefetch_depth, 2 * horizon)
     stores = _finishes(events.store_states)
     buffers, _ = add_ring(model, draft.visiting, stores, NUM_RING_BUFFERS, 2 * horizon, period=draft.period)
     any_store = add_largest(model, [pick_lane(draft, u, grads=HOST) for u in range(last + 1)])
     # Embed and head overwrite each other: the one of the step before, or of this one, must be through with the slot.
-    follow_if(draft, draft.edges.both, events.load[0], _edge_store(draft, events, -1) - draft.period, 2 * horizon)
-    for wait in (events.forward[0].finish, _edge_store(draft, events, 0)):
+    follow_if(draft, draft.edges.both, events.load[0], _stored(draft, events, -1) - draft.period, 2 * horizon)
+    for wait in (events.forward[0].finish, _stored(draft, events, 0)):
         follow_if(draft, draft.edges.both, events.load[last], wait, 2 * horizon)
     for u in range(last + 1):
         load, update, forward = events.load[u], events.update[u], events.forward[u]
@@ -127,7 +125,7 @@ def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affi
         chosen, _ = add_ring(draft.model, [users[u] for u in blocks], [ends[u] for u in blocks], depth, bound)
         return dict(zip(blocks, chosen))
 
-    slot_ends = _slot_ends(draft, events.backward, events.store_weights)
+    slot_ends = _slot_ends(draft, events, events.backward)
     slots = ring(draft.streamed, slot_ends, draft.prefetch_depth, 2 * horizon)
     fetches = ring(moves, _finishes(events.backward), NUM_RING_BUFFERS, horizon)
     to_host = [pick_lane(draft, u, grads=HOST) for u in range(last + 1)]
@@ -135,8 +133,7 @@ def _add_backward(draft: Draft, events: Events, queues: Queues, moves: list[Affi
     for u in blocks:
         reload, fetch, backward = events.reload[u], events.fetch[u], events.backward[u]
         queues.run(H2D, reload)
-        stored = relax(draft, events.store_weights[u].finish, pick_lane(draft, u, weights=AWAY, update=DEVICE))
-        for wait in (slots[u], stored):
+        for wait in (slots[u], _stored(draft, events, u)):
             follow_if(draft, draft.second_load[u], reload, wait, 2 * horizon)
         queues.run(H2D, fetch)
         for wait in (fetches[u], events.offload_residuals[u].finish):

@@ -21,26 +21,24 @@ def add_traffic(draft: Draft) -> None:
 
 def sweep_ms(draft: Draft) -> Affine:
     """Return how long the host's DRAM is busy with a forward sweep: updates, loads, and what leaves the device."""
-    problem, units = draft.problem, draft.problem.units
-    parts: list[Affine] = []
-    for u, (unit, choice) in enumerate(zip(units, draft.choices, strict=True)):
-        parts.append(choice.lane(lambda lane, unit=unit: _sweep_lane_bytes(unit, lane)))  # type: ignore[misc]
-        parts.append(draft.first_load[u] * unit.weight_bytes + _activation_bytes(draft, u, (HOST, NVME)))
-        if problem.allow_nvme:
-            parts += [draft.nvme_loads[u][0] * unit.weight_bytes, _written_bytes(draft, u)]
-            parts.append(choice.lane(lambda lane, unit=unit: _read_lane_bytes(unit, lane)))  # type: ignore[misc]
-    return total(parts) * draft.ms(dram_ms(problem, 1.0))
+    return total(_sweep_bytes(draft, u) for u in range(len(draft.choices))) * draft.ms(dram_ms(draft.problem, 1.0))
+
+
+def _sweep_bytes(draft: Draft, u: int) -> Affine:
+    """Return what a unit moves through DRAM in the forward sweep, NVMe included."""
+    link = _sweep_link_bytes(draft, u) + _activation_bytes(draft, u, (HOST, NVME))
+    return total((link, _sweep_read_bytes(draft, u), _written_bytes(draft, u)))
+
+
+def _sweep_link_bytes(draft: Draft, u: int) -> Affine:
+    """Return what updates and loads of weights move in the forward sweep, without NVMe."""
+    unit = draft.problem.units[u]
+    lanes = draft.choices[u].lane(lambda lane: _lane_bytes(unit, lane))
+    return lanes + draft.first_load[u] * unit.weight_bytes
 
 
 def _lane_bytes(unit: UnitCost, lane: Lane) -> int:
-    """Return what a lane moves through DRAM, without the loads that depend on other blocks, and without NVMe."""
-    if not unit.num_params:
-        return 0
-    return _sweep_lane_bytes(unit, lane) + (unit.grad_bytes if lane.grads == HOST else 0)
-
-
-def _sweep_lane_bytes(unit: UnitCost, lane: Lane) -> int:
-    """Return the part of it that moves in the forward sweep: all but the store of grads."""
+    """Return what a lane moves in the forward sweep, without the loads that depend on other blocks."""
     if not unit.num_params:
         return 0
     if lane.update == CPU:
@@ -52,11 +50,11 @@ def _sweep_lane_bytes(unit: UnitCost, lane: Lane) -> int:
 
 
 def _link_bytes(draft: Draft, u: int) -> Affine:
-    unit, choice = draft.problem.units[u], draft.choices[u]
-    loads = (draft.first_load[u] + draft.second_load[u]) * unit.weight_bytes
-    return total(
-        (loads, choice.lane(lambda lane: _lane_bytes(unit, lane)), _activation_bytes(draft, u, (HOST, NVME)) * 2)
-    )
+    """Return what a unit moves through DRAM in a step, without NVMe."""
+    unit = draft.problem.units[u]
+    grads = draft.choices[u].lane(lambda lane: unit.grad_bytes if lane.grads == HOST and unit.num_params else 0)
+    backward = grads + draft.second_load[u] * unit.weight_bytes
+    return total((_sweep_link_bytes(draft, u), backward, _activation_bytes(draft, u, (HOST, NVME)) * 2))
 
 
 def _activation_bytes(draft: Draft, u: int, places: tuple[str, ...]) -> Affine:
@@ -73,17 +71,22 @@ def _update_bytes(unit: UnitCost, lane: Lane) -> int:
 def _read_bytes(draft: Draft, u: int) -> Affine:
     if not draft.problem.allow_nvme:
         return Affine()
-    unit, choice = draft.problem.units[u], draft.choices[u]
-    first, second = draft.nvme_loads[u]
-    lanes = choice.lane(lambda lane: _read_lane_bytes(unit, lane))
-    return total((lanes, _activation_bytes(draft, u, (NVME,)), (first + second) * unit.weight_bytes))
+    again = draft.nvme_loads[u][1] * draft.problem.units[u].weight_bytes
+    return total((_sweep_read_bytes(draft, u), _activation_bytes(draft, u, (NVME,)), again))
 
 
-def _read_lane_bytes(unit: UnitCost, lane: Lane) -> int:
-    """Return what an update reads from NVMe, and on the CPU the load after it."""
-    if lane.update == CPU:
-        return _update_bytes(unit, lane) + unit.weight_bytes * (lane.weights == NVME)
-    return unit.state_bytes * (lane.states == NVME)
+def _sweep_read_bytes(draft: Draft, u: int) -> Affine:
+    """Return what the forward sweep reads from NVMe: for updates, for the loads behind the CPU's, and first loads."""
+    if not draft.problem.allow_nvme:
+        return Affine()
+    unit = draft.problem.units[u]
+
+    def read(lane: Lane) -> int:
+        if lane.update == CPU:
+            return _update_bytes(unit, lane) + unit.weight_bytes * (lane.weights == NVME)
+        return unit.state_bytes * (lane.states == NVME)
+
+    return draft.choices[u].lane(read) + draft.nvme_loads[u][0] * unit.weight_bytes
 
 
 def _written_bytes(draft: Draft, u: int) -> Affine:

@@ -50,6 +50,15 @@ def _start(op: Op) -> Affine:
     return op.finish - op.ms
 
 
+def _add_load(draft: Draft, earliest: Affine, user: Op, ahead: float) -> Affine:
+    """Add a finish to a chain of loads, at most `ahead` before the operation that waits for it; return it."""
+    finish = draft.model.add_var()
+    draft.model.add_at_least(finish, earliest)
+    draft.model.add_at_least(finish, _start(user) - ahead)
+    draft.model.add_at_least(_start(user), finish)
+    return finish
+
+
 def _add_forward_loads(draft: Draft, events: Events) -> None:
     """Add the chain, without weights that a CPU update publishes to a resident block: they come at any time before."""
     weights = find_largest(draft, lambda unit: unit.weight_bytes, to_device=True)
@@ -61,11 +70,7 @@ def _add_forward_loads(draft: Draft, events: Events) -> None:
         ms = events.load[u].ms - draft.choices[u].lane(
             lambda lane, ms=published: ms if lane.update == CPU and not lane.is_streamed else 0.0  # type: ignore[misc]
         )
-        chain = draft.model.add_var()
-        draft.model.add_at_least(chain, before + ms)
-        draft.model.add_at_least(chain, _start(events.update[u]) - ahead)
-        draft.model.add_at_least(_start(events.update[u]), chain)
-        before = chain
+        before = _add_load(draft, before + ms, events.update[u], ahead)
 
 
 def _add_fetches(draft: Draft, events: Events) -> None:
@@ -73,11 +78,7 @@ def _add_fetches(draft: Draft, events: Events) -> None:
     ahead = draft.prefetch_depth * weights + NUM_RING_BUFFERS * find_largest_move(draft, to_device=True)
     before = Affine()
     for u in range(len(draft.choices) - 2, 0, -1):
-        chain = draft.model.add_var()
-        draft.model.add_at_least(chain, before + events.reload[u].ms + events.fetch[u].ms)
-        draft.model.add_at_least(chain, _start(events.backward[u]) - ahead)
-        draft.model.add_at_least(_start(events.backward[u]), chain)
-        before = chain
+        before = _add_load(draft, before + events.reload[u].ms + events.fetch[u].ms, events.backward[u], ahead)
 
 
 def _add_stores(draft: Draft, events: Events) -> None:
