@@ -99,26 +99,24 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     Args:
         time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known.
     """
-    given = [problem for problem in problems if problem is not None]
+    given = [(problem, _with_room(problem)) for problem in problems if problem is not None]
+    tries = [(problem, roomy, roomy) for problem, roomy in given]
+    tries += [(problem, roomy, problem) for problem, roomy in given if roomy is not problem]
     best: Planned | None = None
     best_ms = math.inf
-    for leaves_room in (True, False):
-        for problem in given:
-            roomy = _with_room(problem)
-            if roomy is problem and not leaves_room:
-                continue
-            limit_s = time_limit_s if best is None or leaves_room else time_limit_s / 2
-            brim_ms = BRIM_MS_PER_GB * largest_tensor_bytes(problem) / 1e9
-            rival_ms = best_ms if leaves_room else best_ms - brim_ms
-            result = solve(roomy if leaves_room else problem, time_limit_s=limit_s, rival_ms=rival_ms)
-            if result.plan is None:
-                continue
-            assert result.plan.predicted is not None
-            is_full = result.plan.predicted.device_peak_bytes > roomy.hardware.device_memory_bytes
-            step_ms = result.plan.predicted.step_ms + brim_ms * is_full
-            if step_ms < best_ms:
-                plan = replace(result.plan, problem_digest=problem.digest)
-                best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
+    for problem, roomy, tried in tries:
+        fills = tried is not roomy
+        brim_ms = BRIM_MS_PER_GB * largest_tensor_bytes(problem) / 1e9
+        limit_s = time_limit_s / 2 if fills and best is not None else time_limit_s
+        result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms - brim_ms * fills)
+        if result.plan is None:
+            continue
+        assert result.plan.predicted is not None
+        is_full = result.plan.predicted.device_peak_bytes > roomy.hardware.device_memory_bytes
+        step_ms = result.plan.predicted.step_ms + brim_ms * is_full
+        if step_ms < best_ms:
+            plan = replace(result.plan, problem_digest=problem.digest)
+            best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
     return best
 
 

@@ -162,8 +162,11 @@ def profile_embed(
         point = replace(point, backward_ms=point.backward_ms / num_microbatches)
     else:
         sums = _make_sums(params)
-        backward: Callable[[], Any] = lambda: embed_grads_into(model.embed, params, chunk, dx_btd, sums)  # noqa: E731
-        point = _end_point(forward_ms, backward if params else lambda: None, timer)
+
+        def backward() -> Any:
+            return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
+
+        point = _end_point(forward_ms, backward, timer)
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
