@@ -5,6 +5,7 @@ embed run as the sweep runs them; the update runs over one unit's slabs; copies 
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,12 +125,12 @@ class Profiler:
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
             embed = profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer, num_microbatches)
-            costs = {}
+            costs, num_alike = {}, Counter(unit.kind for unit in model.blocks)
             for unit in model.blocks:
                 if unit.kind not in costs:
                     program = make_program(unit, self.settings, x_btd, ctx, dtype, self.programs, timer, report)
                     costs[unit.kind] = profile_block(
-                        unit, self.settings, x_btd, ctx, dtype, program, timer, num_microbatches
+                        unit, self.settings, x_btd, ctx, dtype, program, timer, num_microbatches, num_alike[unit.kind]
                     )
             head = profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 NUM_ROUNDS, MAX_REPEATS = 3, 100
-WARM_UP_FLOORS = 5
+# A GPU's clocks fall for seconds once it computes without a pause, and rise again within tenths of one that does.
+WARM_UP_FLOORS, SETTLE_FLOORS = 10, 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,15 @@ class Timer:
     floor_s: float
 
     def median_ms(self, work: Callable[[], Any]) -> float:
-        """Return the time of one call: the median over rounds of calls one behind the other, as a run makes them."""
+        """Return the time of one call: the median over rounds of calls one behind the other, as a run makes them.
+
+        A GPU is kept busy with the same work before that, so that its clocks are those of a run.
+        """
         work()
         self._wait()
         once_s = max(1e-6, self._round_s(work, 1))
         calls = max(1, min(MAX_REPEATS, round(self.floor_s / once_s / NUM_ROUNDS)))
+        self._keep_busy(work, calls, SETTLE_FLOORS * self.floor_s)
         return statistics.median(self._round_s(work, calls) / calls for _ in range(NUM_ROUNDS)) * 1e3
 
     def _round_s(self, work: Callable[[], Any], calls: int) -> float:
@@ -40,13 +45,14 @@ class Timer:
 
     def warm_up(self, work: Callable[[], Any]) -> None:
         """Keep a GPU busy until its clocks are those of a long run; a CPU's do not depend on it."""
+        self._keep_busy(work, 10, WARM_UP_FLOORS * self.floor_s)
+
+    def _keep_busy(self, work: Callable[[], Any], calls: int, seconds: float) -> None:
         if self.device.type != "cuda":
             return
         start_s = time.perf_counter()
-        while time.perf_counter() - start_s < WARM_UP_FLOORS * self.floor_s:
-            for _ in range(10):
-                work()
-            self._wait()
+        while time.perf_counter() - start_s < seconds:
+            self._round_s(work, calls)
 
     def extra_bytes(self, work: Callable[[], Any]) -> int | None:
         """Return how far one call raises the device's peak above its start; None where nobody counts (CPU)."""

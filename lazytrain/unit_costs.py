@@ -1,5 +1,6 @@
 """The costs of one unit, measured: residual points, head, embed, updates; on random weights of the real shapes."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,14 @@ from lazytrain.layout import UnitLayout
 from lazytrain.optimizer import AdamWSettings, update_unit_into
 from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.row_sums import sum_rows_into
+from lazytrain.slabs import allocate_slab
 from lazytrain.solver.problem import ResidualPoint, UnitCost
 from lazytrain.sweep import embed_grads_into, head_grads_into
 from lazytrain.timer import Timer
 
 LEAST_SLOWDOWN = 1.05  # less is noise of the clock
+# What updates on the CPU are timed over, where the blocks have so much: a processor's cache holds hundreds of MiB.
+UPDATED_BYTES = 2 << 30
 
 
 def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
@@ -76,10 +80,14 @@ def profile_block(
     program: BlockPrograms,
     timer: Timer,
     num_microbatches: int,
+    num_alike: int,
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
     On a GPU forward is measured beside updates on the CPU too, which make launches late.
+
+    Args:
+        num_alike: how many blocks of this kind the model has: a step's updates go from one to the next.
     """
     params = random_unit_params(unit, timer.device, dtype)
     layout = settings.layout(unit.params, dtype)
@@ -94,7 +102,7 @@ def profile_block(
                 _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
                 for i, point in enumerate(summed)
             )
-    return _unit_cost(unit, layout, x_btd, summed, settings, timer)
+    return _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
 
 
 def _profile_point(
@@ -137,6 +145,7 @@ def profile_head(
     def work() -> Any:
         return head_grads_into(model.head, params, x_btd, chunk, 1e-3, sums)
 
+    timer.warm_up(work)
     point = _end_point(0.0, work, timer)
     return _unit_cost(
         model.head, settings.layout(owned_params(model, model.head), dtype), x_btd, (point,), settings, timer
@@ -233,6 +242,7 @@ def _unit_cost(
     points: tuple[ResidualPoint, ...],
     settings: AdamWSettings,
     timer: Timer,
+    num_alike: int = 1,
 ) -> UnitCost:
     return UnitCost(
         name=unit.name,
@@ -243,19 +253,41 @@ def _unit_cost(
         grad_bytes=layout.weight_bytes,
         boundary_bytes=x_btd.numel() * x_btd.element_size(),
         points=points,
-        cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu"))),
-        device_update_ms=_update_ms(layout, settings, timer),
+        cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu")), num_alike),
+        device_update_ms=_update_ms(layout, settings, timer, 1),
     )
 
 
-def make_update(layout: UnitLayout, settings: AdamWSettings, device: torch.device) -> Callable[[], None]:
-    """Return a function that makes one update of a unit of this layout, on tensors of its own."""
-    weights = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-    state = torch.zeros(layout.state_bytes, dtype=torch.uint8, device=device)
-    grads = torch.full((layout.numel,), 1e-4, dtype=layout.dtype, device=device)
-    hyper = settings.hyper(1e-5, 10)
-    return lambda: update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper)
+def make_update(
+    layout: UnitLayout, settings: AdamWSettings, device: torch.device, num_alike: int = 1
+) -> Callable[[], None]:
+    """Return a function that makes one update of a unit of this layout, on tensors of its own.
+
+    Args:
+        num_alike: of so many units the next one is updated each time, as far as `UPDATED_BYTES` do not do.
+    """
+    unit_bytes = 2 * layout.weight_bytes + layout.state_bytes
+    units = [_make_tensors(layout, device) for _ in range(max(1, min(num_alike, UPDATED_BYTES // max(1, unit_bytes))))]
+    hyper, turns = settings.hyper(1e-5, 10), itertools.cycle(units)
+
+    def update() -> None:
+        weights, state, grads = next(turns)
+        update_unit_into(layout, weights, state, grads, coef=1.0, hyper=hyper)
+
+    return update
 
 
-def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer) -> float:
-    return timer.median_ms(make_update(layout, settings, timer.device)) if layout.numel else 0.0
+def _make_tensors(layout: UnitLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights, state and grads; the host's lie in slabs, as a store's do."""
+
+    def make(num_bytes: int) -> Tensor:
+        if device.type == "cpu":
+            return allocate_slab(num_bytes, pin=False, name="update test")
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    weights, grads = (make(layout.weight_bytes).view(layout.dtype) for _ in range(2))
+    return weights, make(layout.state_bytes), grads.fill_(1e-4)
+
+
+def _update_ms(layout: UnitLayout, settings: AdamWSettings, timer: Timer, num_alike: int) -> float:
+    return timer.median_ms(make_update(layout, settings, timer.device, num_alike)) if layout.numel else 0.0

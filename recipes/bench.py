@@ -251,6 +251,7 @@ def _summarize(
         num_refills=num_refills,
         account=mean,
         disk=bound_step(disk, simulation, step_ms=mean.step_ms, moved=taken.moved, spans=taken.spans) if disk else None,
+        step_ms_each=tuple(account.step_ms for account in taken.accounts),
         losses_digest=hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:16],
     )
 

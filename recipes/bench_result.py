@@ -16,7 +16,7 @@ class Measured:
     `host_bytes`: the most that placing or a step left in use; without a GPU the device's part is in it. `disk`: None
     where no plan could use one.
     `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
-    given back and taken anew; the device waits meanwhile.
+    given back and taken anew; the device waits meanwhile. `step_ms_each`: of every measured step, in order.
     """
 
     plan: str
@@ -33,6 +33,7 @@ class Measured:
     account: Account
     disk: DiskUse | None
     losses_digest: str
+    step_ms_each: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -44,7 +45,8 @@ class Measured:
         error = self.step_ms / self.predicted_ms - 1
         lines = [
             f"{self.plan}: {self.step_ms:.1f} ms a step (predicted {self.predicted_ms:.1f}, {error:+.1%}), "
-            f"{self.tokens_per_s:,.0f} tokens/s, {self.tflops:.0f} model TFLOP/s",
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.tflops:.0f} model TFLOP/s; "
+            f"single steps {min(self.step_ms_each):.1f} to {max(self.step_ms_each):.1f} ms",
             f"  {self.account.describe()}",
             f"  host {self.host_bytes / GIB:.2f} GiB (predicted {self.predicted_host_bytes / GIB:.2f}); "
             f"losses {self.losses_digest}",

@@ -161,7 +161,7 @@ def test_median_time_is_that_of_one_call() -> None:
 @pytest.mark.gpu
 def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
     device = torch.device("cuda")
-    host, back = (allocate_slab(8 << 20, pin=True, name=name) for name in ("there", "back"))
+    host, back = (allocate_slab(8 << 20, pin=True, name=name).split(4 << 20) for name in ("there", "back"))
     rates = links._measure_mix(device, host, back, lambda: time.sleep(0.01), 1000)
     assert min(rates.h2d_gbs, rates.d2h_gbs, rates.updates_s) > 0
     before = threading.active_count()
@@ -174,8 +174,87 @@ def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
     assert threading.active_count() == before
 
 
+def test_updates_on_the_cpu_go_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that an update comes back to at once lies in the processor's cache, which a step's never does."""
+    settings, updated = adamw8bit(1e-3).settings, list[int]()
+    layout = settings.layout(make_model(4).blocks[0].params, torch.float32)
+    unit_bytes = 2 * layout.weight_bytes + layout.state_bytes
+    monkeypatch.setattr(unit_costs, "update_unit_into", lambda layout, weights, *_, **__: updated.append(id(weights)))
+
+    def count(num_alike: int, limit: int) -> int:
+        monkeypatch.setattr(unit_costs, "UPDATED_BYTES", limit)
+        updated.clear()
+        update = unit_costs.make_update(layout, settings, torch.device("cpu"), num_alike)
+        for _ in range(12):
+            update()
+        num_units = len(set(updated))
+        assert updated == (updated[:num_units] * 12)[:12], "in turns"
+        return num_units
+
+    assert count(4, 100 * unit_bytes) == 4, "no more than the model has"
+    assert count(4, 3 * unit_bytes) == 3, "no more than needed"
+    assert count(4, unit_bytes - 1) == 1
+
+
+def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[int, int, int]]()
+
+    def note(device: torch.device, host: Any, back: Any, *_: object, **__: object) -> links.Rates:
+        for pieces in (host, back):
+            begins = {piece.data_ptr() for piece in pieces}
+            seen.append((len(pieces), len(begins), pieces[0].numel()))
+        return links.Rates(1.0, 1.0, 1.0, 1.0)
+
+    monkeypatch.setattr(links, "_measure_mix", note)
+    monkeypatch.setattr(links, "ROTATED_BYTES", 64 << 20)
+    monkeypatch.setattr(links, "allocate_slab", lambda size, pin, name: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(links, "_matmul_tflops", lambda *_: 1.0)
+    monkeypatch.setattr(links, "_device_memory_gbs", lambda *_: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch, "empty", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
+    timer: Any = SimpleNamespace(median_ms=lambda work: 1.0)
+
+    def measure(host_bytes: int) -> None:
+        seen.clear()
+        links.measure_machine(
+            torch.device("cuda"),
+            8 << 20,
+            {"device": GIB, "host": host_bytes},
+            update_gparams_s=(1.0, 1.0),
+            cpu_update=lambda: None,
+            cpu_update_bytes=1,
+            spill_dir=None,
+            timer=timer,
+        )
+
+    measure(16 * GIB)
+    assert set(seen) == {(8, 8, 8 << 20)}
+    measure(512 << 20)
+    assert set(seen) == {(4, 4, 8 << 20)}, "a sixteenth of a small host at most"
+
+
 @pytest.mark.gpu
 def test_what_cublas_keeps_is_measured_each_time() -> None:
     device = torch.device("cuda")
     first, second = links.measure_library_bytes(device), links.measure_library_bytes(device)
     assert 1 << 20 <= first == second
+
+
+def test_gpu_is_timed_when_its_clocks_have_fallen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that has computed for long is slower than one that has just begun: its time is that of a long run."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    start_s = time.perf_counter()
+
+    def work() -> None:
+        time.sleep(0.0005 if time.perf_counter() - start_s < 0.02 else 0.002)
+
+    assert Timer(device=torch.device("cuda"), floor_s=0.02).median_ms(work) > 1.9
+
+
+def test_cpu_is_timed_without_a_warm_up() -> None:
+    calls = list[float]()
+    timer = Timer(device=torch.device("cpu"), floor_s=1e-6)
+    timer.warm_up(lambda: calls.append(1.0))
+    assert calls == []
+    timer.median_ms(lambda: calls.append(1.0))
+    assert len(calls) == 5  # once to load, once to count the calls of a round, three rounds of one
