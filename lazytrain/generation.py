@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lazytrain.attention import causal_attention, takes_lengths
 from lazytrain.base import Context, Model, Params, Unit
 from lazytrain.configuration import ModelConfig
-from lazytrain.decoder import causal_attention, decoder_block, takes_lengths
+from lazytrain.decoder import decoder_block
 from lazytrain.errors import DataError
 from lazytrain.rope import rotary_tables
 from lazytrain.vocabulary import CausalHead, check_token_ids

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lazytrain import decoder, generation
+from lazytrain import attention, generation
 from lazytrain.base import Batch, Model, Params, Unit
 from lazytrain.configuration import ModelConfig, load_config, load_stop_ids, parse_config
 from lazytrain.errors import ConfigError, DataError
@@ -125,7 +125,7 @@ def test_prompts_taken_by_their_lengths_give_equal_tokens(family: str, monkeypat
         return torch.cat([output.transpose(0, 1) for output in outputs])
 
     monkeypatch.setattr(generation, "takes_lengths", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(decoder, "_attend_by_lengths", attend)
+    monkeypatch.setattr(attention, "_attend_by_lengths", attend)
     assert run(model, config, get_params) == expected
     assert len(seen) == config.num_hidden_layers, "the prompts' own pass only"
     assert seen[0][-1] == len(PROMPTS) * 7
@@ -275,8 +275,8 @@ def test_gpu_takes_prompts_by_their_lengths_in_16_bits(family: str, monkeypatch:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.float16, "max_new_tokens": 2}
     alone = run(model, config, getter(params), batch_size=1, **options)  # no padding: causal attention
     calls = []
-    kernel = decoder._attend_by_lengths
-    monkeypatch.setattr(decoder, "_attend_by_lengths", lambda *args: calls.append(1) or kernel(*args))
+    kernel = attention._attend_by_lengths
+    monkeypatch.setattr(attention, "_attend_by_lengths", lambda *args: calls.append(1) or kernel(*args))
     assert run(model, config, getter(params), batch_size=8, **options) == alone
     assert len(calls) == config.num_hidden_layers
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from lazytrain import decoder
+from lazytrain import attention, decoder
+from lazytrain.attention import segment_attention, takes_lengths
 from lazytrain.base import Context, Params
 from lazytrain.configuration import parse_config
-from lazytrain.decoder import make_context, segment_attention, takes_lengths
+from lazytrain.decoder import make_context
 from lazytrain.joint import trace_joint
 from lazytrain.partition import keep_all, residual_candidates
 from lazytrain.recipes.batches import BatchStream
@@ -87,7 +88,7 @@ class Case:
 def by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU attend by lengths, by the formula."""
     monkeypatch.setattr(decoder, "takes_lengths", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(decoder, "_attend_by_lengths", attend_one_by_one)
+    monkeypatch.setattr(attention, "_attend_by_lengths", attend_one_by_one)
 
 
 @pytest.mark.usefixtures("by_lengths")
