@@ -12,11 +12,14 @@ weight, a mask made additive) is computed again.
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.flop_counter import flop_registry
 
 from lazytrain.joint import Joint, needed_nodes
 
@@ -29,24 +32,50 @@ def residual_candidates(joint: Joint, budgets: Iterable[float]) -> Iterator[tupl
     Source: torch._functorch.partitioners, `activation_memory_budget`; it counts inputs as free.
     """
     for budget in budgets:
-        try:
-            yield budget, _choose(joint, budget, estimator="flops")
-        except AssertionError:
-            # torch 2.11 can't count the FLOPs of grouped-query attention on CUDA: count operators instead.
-            yield budget, _choose(joint, budget, estimator="testing")
+        yield budget, _choose(joint, budget)
 
 
-def _choose(joint: Joint, budget: float, *, estimator: str) -> list[fx.Node]:
-    """Return the partitioner's residuals for one budget, recompute priced by `estimator`."""
+def _choose(joint: Joint, budget: float) -> list[fx.Node]:
+    """Return the partitioner's residuals for one budget, recompute priced by its FLOPs."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.module.graph, {}))  # names are kept; the partitioner changes the graph
     module = fx.GraphModule(joint.module, graph)
-    with functorch_config.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator=estimator):
+    with (
+        functorch_config.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator="flops"),
+        _attention_counted(),
+    ):
         _, backward = min_cut_rematerialization_partition(
             module, None, num_fwd_outputs=1, static_lifetime_input_indices=list(range(len(joint.inputs) - 1))
         )
     kept = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
     return _residuals(joint, (node for node in joint.module.graph.nodes if node.name in kept))
+
+
+@contextmanager
+def _attention_counted() -> Iterator[None]:
+    """Let torch count attention's FLOPs; as it does itself, with what a causal mask leaves out.
+
+    Its formula of 2.11 refuses grouped heads, and where there are many lengths it takes each for the longest.
+    """
+
+    def count_rows(q_bhtk: Tensor, k_bgtk: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+        return 4 * q_bhtk.numel() * k_bgtk.shape[2]
+
+    def count_lengths(q_nhk: Tensor, *arguments: Any, out_val: Any = None, **__: Any) -> int:
+        longest: int = arguments[5]  # k, v, where segments of q and k begin, longest of q, of k
+        return 4 * q_nhk.numel() * longest
+
+    formulas: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention: count_rows,
+        aten._scaled_dot_product_cudnn_attention: count_rows,
+        aten._flash_attention_forward: count_lengths,
+    }
+    before = {name: flop_registry[name] for name in formulas}
+    flop_registry.update(formulas)
+    try:
+        yield
+    finally:
+        flop_registry.update(before)
 
 
 def keep_all(joint: Joint) -> list[fx.Node]:

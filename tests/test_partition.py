@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from sample_blocks import Sample, concatenate, tanh_sample, transformer_sample
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
 
+from lazytrain import attention, decoder
 from lazytrain.base import Context, Params
+from lazytrain.configuration import parse_config
 from lazytrain.joint import Joint, trace_joint
 from lazytrain.partition import backward_graph, forward_graph, keep_all, residual_candidates
 from lazytrain.straightline import write_function
+from lazytrain.transformer import transformer_model
 
 aten = torch.ops.aten
 
@@ -182,3 +186,45 @@ def test_function_of_no_arguments_returns_its_constants() -> None:
     graph = fx.Graph()
     graph.output((graph.get_attr("seven"),))
     assert write_function(graph, fx.GraphModule(module, graph))([])[0] == 7
+
+
+@pytest.mark.parametrize("by_lengths", [False, True])
+def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 refuses to count it; where segments are counted as if all were longest, it would be kept first."""
+
+    def refuse(*shapes: object) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr("torch.utils.flop_counter.sdpa_flop_count", refuse)
+    before = dict(flop_registry)
+    monkeypatch.setattr(attention, "gains_by_cudnn", lambda q, k: True)
+    monkeypatch.setattr(decoder, "takes_lengths", lambda device, dtype, head_dim: by_lengths)
+    config = parse_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 8,
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+    )
+    unit = transformer_model(config).blocks[0]
+    params = {name: torch.empty(spec.shape, dtype=torch.bfloat16) for name, spec in unit.params.items()}
+    batch = {"tokens_bt": torch.zeros(2, 64, dtype=torch.int64)}
+    if by_lengths:
+        batch |= {
+            "segments_bt": torch.arange(64).expand(2, 64) // 8,
+            "positions_bt": torch.arange(64).expand(2, 64) % 8,
+        }
+        batch["segment_lengths_bs"] = torch.full((2, 8), 8)
+    ctx = decoder.make_context(batch, torch.bfloat16, config=config)
+    x = torch.empty(2, 64, 256, dtype=torch.bfloat16)
+    joint = trace_joint(unit.fn, params, x, ctx, concatenate)
+    assert any("flash_attention_backward" in str(target) for target in targets(joint.module.graph))
+    curve = [kept for _, kept in residual_candidates(joint, (0.15, 0.3, 0.6, 0.8))]
+    keeps_attention = [any("_attention" in str(node.args[0]) for node in kept) for kept in curve]
+    # A byte of a matrix product of width 256 takes 256 FLOPs to compute again, one of attention over 64 positions 128.
+    assert keeps_attention == [False, False, False, True]
+    assert flop_registry == before
