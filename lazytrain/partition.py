@@ -24,15 +24,35 @@ from torch.utils.flop_counter import flop_registry
 from lazytrain.joint import Joint, needed_nodes
 
 aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-def residual_candidates(joint: Joint, budgets: Iterable[float]) -> Iterator[tuple[float, list[fx.Node]]]:
-    """Yield (budget, residuals) for budgets between 0 (recompute all) and 1 (recompute what fuses), by min-cut.
+def residual_candidates(joint: Joint, budgets: Iterable[float]) -> Iterator[list[fx.Node]]:
+    """Yield residuals for budgets between 0 (recompute all) and 1 (recompute what fuses), by min-cut.
 
     Source: torch._functorch.partitioners, `activation_memory_budget`; it counts inputs as free.
     """
     for budget in budgets:
-        yield budget, _choose(joint, budget)
+        yield _choose(joint, budget)
+
+
+def product_candidates(joint: Joint, counts: Iterable[int]) -> Iterator[list[fx.Node]]:
+    """Yield the residuals with which backward does not repeat the so many largest matrix products of forward.
+
+    Of a byte kept these save most, and what is kept of one block is little enough to leave while it computes.
+    """
+    repeated = needed_nodes([joint.flat, joint.dx], frozenset()) & joint.forward & joint.varying
+    products = [node for node in joint.module.graph.nodes if node in repeated and node.target in PRODUCTS]
+    largest_first = sorted(products, key=_num_flops, reverse=True)  # equal ones in the order of the graph
+    for count in counts:
+        if count <= len(products):
+            yield _residuals(joint, largest_first[:count])
+
+
+def _num_flops(product: fx.Node) -> int:
+    """Return a matrix product's FLOPs; its last two arguments are the factors."""
+    inner: int = product.all_input_nodes[-1].meta["val"].shape[-2]
+    return 2 * int(product.meta["val"].numel()) * inner
 
 
 def _choose(joint: Joint, budget: float) -> list[fx.Node]:

@@ -23,16 +23,15 @@ from lazytrain.compilation import Compiler, first_line, whole_functions
 from lazytrain.errors import LazyTrainError
 from lazytrain.joint import BlockFunction, Flatten, Joint, differentiate, refuse_random, trace_joint
 from lazytrain.layout import UnitLayout
-from lazytrain.partition import backward_graph, forward_graph, keep_all, residual_candidates
+from lazytrain.partition import backward_graph, forward_graph, keep_all, product_candidates, residual_candidates
 from lazytrain.straightline import Function, write_function
 
 LOG = logging.getLogger(__name__)
 # Shares of what backward would like to find, as the partitioner counts them.
 BUDGETS = (0.15, 0.25, 0.35, 0.5, 0.8, 1.0)
-# A few points on either side of the curve's bend: every one is compiled, for some ten seconds.
-COMPILED_BUDGETS = (0.15, 0.3, 0.6)
-# Marks the point that keeps even what would be cheap to compute again.
-ABOVE_ALL_BUDGETS = 2.0
+# Few points, as every one is compiled, for some ten seconds: all products but attention's, and so many of the largest.
+COMPILED_BUDGETS = (0.6,)
+COMPILED_PRODUCTS = (1, 2)
 
 
 class ResidualSpec(NamedTuple):
@@ -48,12 +47,10 @@ class ResidualPoint:
     """A point of a block's residual curve: what forward keeps for backward.
 
     Attributes:
-        budget: 0 = recompute all, 1 = all but what is cheap to recompute, 2 = all that autograd would keep.
         residual_bytes: the sum over `specs`, without any rounding of single tensors.
     """
 
     index: int
-    budget: float
     residual_bytes: int
     specs: tuple[ResidualSpec, ...] = ()
 
@@ -132,7 +129,7 @@ def make_programs(
         compile: use torch.compile. Where it fails, all goes on eagerly, with one line in the log.
         exact: of a compiled block offer point 0 only: another point may round differently. Eager points all give
             the same bits, those of `torch.autograd.grad` on `fn`.
-        budgets: for the partitioner, between 0 and 1.
+        budgets: for the partitioner, between 0 and 1; with any, a compiled block may keep its largest products, too.
         device: where the block will run; None = where the examples are.
         compiler: shares the knowledge whether torch.compile works.
 
@@ -149,8 +146,8 @@ def make_programs(
     except Exception as error:
         LOG.warning("block can't be traced, so it recomputes all: %s", first_line(error))
         return _untraced(fn, params, x, ctx, flatten)
-    curve = _curve(joint, () if compile and exact else budgets, with_all=not compile)
-    graphs = [(forward_graph(joint, kept), backward_graph(joint, kept)) for _, kept in curve]
+    curve = [[]] if compile and exact else _curve(joint, budgets, compile)
+    graphs = [(forward_graph(joint, kept), backward_graph(joint, kept)) for kept in curve]
     forwards, backwards = ([write_function(graph, joint.module) for graph in side] for side in zip(*graphs))
     if compile:
         compiler = compiler or Compiler()
@@ -160,7 +157,7 @@ def make_programs(
         forwards = list(map(compiler.compile, fast_forwards, forwards))
         backwards = list(map(compiler.compile, fast_backwards, backwards))
     return BlockPrograms(
-        points=tuple(_point(index, budget, kept) for index, (budget, kept) in enumerate(curve)),
+        points=tuple(_point(index, kept) for index, kept in enumerate(curve)),
         x_shape=x.shape,
         param_names=tuple(params),
         ctx_names=tuple(ctx),
@@ -210,27 +207,27 @@ def _signature(tensors: Mapping[str, Tensor]) -> Hashable:
     return tuple((name, t.shape, t.stride(), t.dtype, t.device) for name, t in tensors.items())
 
 
-def _curve(joint: Joint, budgets: Sequence[float], *, with_all: bool) -> list[tuple[float, list[fx.Node]]]:
-    """Return (budget, residuals) by increasing bytes, from nothing on."""
-    candidates: list[tuple[float, list[fx.Node]]] = []
-    try:
-        candidates += residual_candidates(joint, budgets)
-    except Exception as error:  # a private part of torch, which another version may change
-        LOG.warning("torch's partitioner failed, so the residual curve has its ends only: %s", first_line(error))
+def _curve(joint: Joint, budgets: Sequence[float], compile: bool) -> list[list[fx.Node]]:
+    """Return residuals by increasing bytes, from nothing on; where nothing fuses, up to all that autograd keeps."""
     most = keep_all(joint)
-    if with_all:
-        candidates = [c for c in candidates if _num_bytes(c[1]) < _num_bytes(most)] + [(ABOVE_ALL_BUDGETS, most)]
-    curve: list[tuple[float, list[fx.Node]]] = [(0.0, [])]
-    for budget, kept in sorted(candidates, key=lambda candidate: _num_bytes(candidate[1])):
-        if _num_bytes(kept) > _num_bytes(curve[-1][1]):
-            curve.append((budget, kept))
+    candidates = list(product_candidates(joint, COMPILED_PRODUCTS if budgets else ())) if compile else [most]
+    try:
+        chosen = list(residual_candidates(joint, budgets))
+    except Exception as error:  # a private part of torch, which another version may change
+        LOG.warning("torch's partitioner failed, so the residual curve has few points: %s", first_line(error))
+        chosen = []
+    candidates += [kept for kept in chosen if compile or _num_bytes(kept) < _num_bytes(most)]
+    curve: list[list[fx.Node]] = [[]]
+    for kept in sorted(candidates, key=_num_bytes):
+        if _num_bytes(kept) > _num_bytes(curve[-1]):
+            curve.append(kept)
     return curve
 
 
-def _point(index: int, budget: float, kept: Sequence[fx.Node]) -> ResidualPoint:
+def _point(index: int, kept: Sequence[fx.Node]) -> ResidualPoint:
     values = [node.meta["val"] for node in kept]
     specs = tuple(ResidualSpec(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values)
-    return ResidualPoint(index=index, budget=budget, residual_bytes=_num_bytes(kept), specs=specs)
+    return ResidualPoint(index=index, residual_bytes=_num_bytes(kept), specs=specs)
 
 
 def _num_bytes(kept: Sequence[fx.Node]) -> int:
@@ -257,7 +254,7 @@ def _untraced(fn: BlockFunction, params: Params, x: Tensor, ctx: Context, flatte
         return differentiate(fn, *unpack(values[:-1]), values[-1], flatten)[1:]
 
     return BlockPrograms(
-        points=(_point(0, 0.0, ()),),
+        points=(_point(0, ()),),
         x_shape=x.shape,
         param_names=tuple(params),
         ctx_names=tuple(ctx),

@@ -13,7 +13,7 @@ from lazytrain import attention, decoder
 from lazytrain.base import Context, Params
 from lazytrain.configuration import parse_config
 from lazytrain.joint import Joint, trace_joint
-from lazytrain.partition import backward_graph, forward_graph, keep_all, residual_candidates
+from lazytrain.partition import backward_graph, forward_graph, keep_all, product_candidates, residual_candidates
 from lazytrain.straightline import write_function
 from lazytrain.transformer import transformer_model
 
@@ -111,7 +111,7 @@ def test_values_that_backward_would_not_read_are_not_kept(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("lazytrain.partition.min_cut_rematerialization_partition", keep_everything)
     joint = trace(transformer_sample())
-    ((_, kept),) = residual_candidates(joint, [0.5])
+    (kept,) = residual_candidates(joint, [0.5])
     unread = {node.name for node in backward_graph(joint, kept).nodes if node.op == "placeholder" and not node.users}
     assert not unread & {node.name for node in kept}
     assert set(keep_all(joint)) <= set(kept)
@@ -140,8 +140,7 @@ def test_recomputed_values_wait_for_their_first_reader() -> None:
 def test_every_split_computes_the_joint_graph(budget: float) -> None:
     sample = transformer_sample()
     joint = trace(sample)
-    ((given, kept),) = residual_candidates(joint, [budget])
-    assert given == budget
+    (kept,) = residual_candidates(joint, [budget])
     inputs = [*sample.params.values(), sample.x, *sample.ctx.values()]
     whole = joint.module(*inputs, sample.dy)
     y, *residuals = write_function(forward_graph(joint, kept), joint.module)(list(inputs))
@@ -223,8 +222,38 @@ def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, mon
     x = torch.empty(2, 64, 256, dtype=torch.bfloat16)
     joint = trace_joint(unit.fn, params, x, ctx, concatenate)
     assert any("flash_attention_backward" in str(target) for target in targets(joint.module.graph))
-    curve = [kept for _, kept in residual_candidates(joint, (0.15, 0.3, 0.6, 0.8))]
+    curve = list(residual_candidates(joint, (0.15, 0.3, 0.6, 0.8)))
     keeps_attention = [any("_attention" in str(node.args[0]) for node in kept) for kept in curve]
     # A byte of a matrix product of width 256 takes 256 FLOPs to compute again, one of attention over 64 positions 128.
     assert keeps_attention == [False, False, False, True]
     assert flop_registry == before
+
+
+def test_the_largest_products_are_those_that_take_longest_to_repeat() -> None:
+    def fn(params: Params, x: Tensor, ctx: Context) -> Tensor:
+        wide = torch.tanh(x @ params["wide"])
+        narrow = torch.addmm(params["bias"], wide, params["narrow"])
+        return torch.tanh(narrow) * torch.sin(x @ params["square"])
+
+    shapes = {"wide": (6, 20), "narrow": (20, 4), "bias": (4,), "square": (6, 4)}
+    params = {name: torch.randn(shape) for name, shape in shapes.items()}
+    joint = trace(Sample(fn, params, torch.randn(5, 6), {}, torch.randn(5, 4)))
+    kept = list(product_candidates(joint, (1, 2, 3, 4)))
+    assert [[tuple(node.meta["val"].shape) for node in nodes] for nodes in kept] == [
+        [(5, 20)],
+        [(5, 20), (5, 4)],
+        [(5, 20), (5, 4), (5, 4)],
+    ], "1,200 FLOPs, 800, 240, and no fourth one"
+    assert [node.target for node in kept[1]] == [aten.mm.default, aten.addmm.default]
+    called = [targets(backward_graph(joint, nodes)) for nodes in kept]
+    counts = [sum(target in (aten.mm.default, aten.addmm.default) for target in some) for some in called]
+    assert counts == [counts[0], counts[0] - 1, counts[0] - 2]
+
+
+def test_a_product_that_backward_has_no_use_for_is_not_kept() -> None:
+    """The last product of a block, and one of weights alone."""
+    sample = small_sample(lambda p, x, ctx: torch.tanh(x @ (p["w"] @ p["w"])) @ p["w"])
+    ((kept,),) = product_candidates(trace(sample), (1, 2))
+    assert kept.target is aten.mm.default
+    users = {node.target for node in kept.users}
+    assert users == {aten.tanh.default}

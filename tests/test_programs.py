@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lazytrain.base import Context, Params, ParamSpec
 from lazytrain.layout import make_layout
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import COMPILED_BUDGETS, ProgramCache
 
 # torch.func takes silu's gradient by other operators (it could be differentiated again). Worst: fp32 7e-8, bf16 5e-3.
 VJP_TOLERANCE = {FP32: 5e-7, BF16: 1e-2}
@@ -279,3 +279,16 @@ def test_cache_flattens_as_the_layout_says() -> None:
     views = layout.views(flat)
     assert torch.equal(torch.cat([views["up"].reshape(-1), views["down"].reshape(-1)]), expected)
     assert flat.count_nonzero() == expected.count_nonzero()
+
+
+def test_compiled_blocks_may_keep_their_largest_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazytrain.compilation.torch.compile", lambda function, **options: function)
+    programs = programs_of(transformer_sample(), compile=True, budgets=COMPILED_BUDGETS)
+    specs = [[spec.shape[-1] for spec in point.specs] for point in programs.points]
+    wide = max(width for widths in specs for width in widths)
+    assert [len(widths) for widths in specs[:3]] == [0, 1, 2]
+    assert specs[1] == [wide]
+    sizes = [point.residual_bytes for point in programs.points]
+    assert sizes == sorted(set(sizes))
+    assert len(programs_of(transformer_sample(), compile=True, budgets=()).points) == 1
+    assert len(programs_of(transformer_sample(), compile=True, exact=True).points) == 1
