@@ -11,7 +11,7 @@ from sample_blocks import FP32, known, plain_autograd, programs_of, run, tanh_sa
 from lazytrain import compilation
 from lazytrain.base import ParamSpec
 from lazytrain.layout import make_layout
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import COMPILED_PRODUCTS, ProgramCache
 
 COMPILED_TOLERANCE = 1e-5
 
@@ -37,7 +37,10 @@ def test_compiled_programs_go_through_torch_compile(monkeypatch: pytest.MonkeyPa
 def test_compiled_curve_leaves_cheap_values_to_the_compiler() -> None:
     sample, eager = known("transformer")
     compiled = programs_of(sample, compile=True)
-    assert [p.residual_bytes for p in compiled.points] == [p.residual_bytes for p in eager.points[:-1]]
+    ours, others = ({point.residual_bytes for point in programs.points} for programs in (compiled, eager))
+    assert ours >= others - {max(others)}
+    assert max(ours) < max(others)
+    assert len(ours - others) <= len(COMPILED_PRODUCTS)
 
 
 def test_exact_compiled_programs_offer_point_0_alone() -> None:
