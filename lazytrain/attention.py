@@ -3,8 +3,6 @@
 Shape letters as in decoder.py. Of packed samples: n flat positions of all rows, s segments of all rows.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,11 +13,6 @@ from lazytrain.base import Context
 MAX_FLASH_HEAD_DIM = 256
 FLASH_HEAD_MULTIPLE = 8
 MIN_FLASH_CAPABILITY = (8, 0)
-# cuDNN's forward: the generation of GPUs and the version it was measured with; shorter rows gain nothing.
-CUDNN_CAPABILITY = 9
-MIN_CUDNN = 91900
-MIN_CUDNN_PLACES = 128
-MAX_CUDNN_HEAD_DIM = 128
 
 
 def causal_attention(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor, ctx: Context) -> Tensor:
@@ -38,78 +31,9 @@ def causal_attention(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor, ctx: Contex
     ):
         k_bgtk, v_bgtk = k_bgtk.repeat_interleave(num_shared, 1), v_bgtk.repeat_interleave(num_shared, 1)
         num_shared = 1
-    if mask_b1tt is None and gains_by_cudnn(q_bhtk, k_bgtk):
-        return CudnnForward.apply(q_bhtk, k_bgtk, v_bgtk)[0]
     return F.scaled_dot_product_attention(
         q_bhtk, k_bgtk, v_bgtk, attn_mask=mask_b1tt, is_causal=mask_b1tt is None, enable_gqa=num_shared > 1
     )
-
-
-def gains_by_cudnn(q_bhtk: Tensor, k_bgtk: Tensor) -> bool:
-    """Return whether cuDNN's forward takes these, and is the faster one: in 16 bits, on Hopper, where it was measured.
-
-    `torch.backends.cuda.enable_cudnn_sdp(False)`, or torch's flash kernels switched off, keeps it away.
-    """
-    num_places, head_dim = q_bhtk.shape[2:]
-    return (
-        q_bhtk.is_cuda
-        and torch.version.hip is None
-        and q_bhtk.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(q_bhtk.device)[0] == CUDNN_CAPABILITY
-        and (torch.backends.cudnn.version() or 0) >= MIN_CUDNN
-        and torch.backends.cuda.cudnn_sdp_enabled()
-        and torch.backends.cuda.flash_sdp_enabled()
-        and num_places == k_bgtk.shape[2]
-        and num_places >= MIN_CUDNN_PLACES
-        and head_dim <= MAX_CUDNN_HEAD_DIM
-        and head_dim % FLASH_HEAD_MULTIPLE == 0
-    )
-
-
-class CudnnForward(torch.autograd.Function):
-    """Causal attention, forward by cuDNN and backward by flash attention: (q, k, v) -> (o, log-sum-exp).
-
-    Both are deterministic as torch calls them under `use_deterministic_algorithms`; cuDNN's backward is not, so torch
-    then leaves cuDNN aside altogether. Measured on an H200 at 1,024 positions, heads of 128: forward 450-480 TFLOP/s,
-    flash attention's 250-270; the log-sum-exps differ by 1e-6, gradients by 2e-3 (norm), less than bf16 rounds.
-    """
-
-    @staticmethod
-    def forward(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return o and the log-sum-exp of each query's scores, fp32 (b, h, t, 1)."""
-        o_bhtk, lse_bht1, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_bhtk, k_bgtk, v_bgtk, None, True, 0.0, True
-        )
-        return o_bhtk, lse_bht1
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Keep what flash attention's own forward keeps."""
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, *output)
-
-    @staticmethod
-    def backward(ctx: Any, do_bhtk: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return the gradients of q, k, v."""
-        q_bhtk, k_bgtk, v_bgtk, o_bhtk, lse_bht1 = ctx.saved_tensors
-        num_places, no_seed = q_bhtk.shape[2], q_bhtk.new_empty((), dtype=torch.int64)
-        grads: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do_bhtk,
-            q_bhtk,
-            k_bgtk,
-            v_bgtk,
-            o_bhtk,
-            lse_bht1.squeeze(-1),
-            None,
-            None,
-            num_places,
-            num_places,
-            0.0,
-            True,
-            no_seed,
-            no_seed,
-        )
-        return grads
 
 
 def segment_attention(q_bhtk: Tensor, k_bgtk: Tensor, v_bgtk: Tensor, bounds_s: Tensor) -> Tensor:

@@ -87,7 +87,6 @@ def _attention_counted() -> Iterator[None]:
 
     formulas: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention: count_rows,
-        aten._scaled_dot_product_cudnn_attention: count_rows,
         aten._flash_attention_forward: count_lengths,
     }
     before = {name: flop_registry[name] for name in formulas}

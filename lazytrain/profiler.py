@@ -21,7 +21,6 @@ from lazytrain.optimizer import AdamWSettings
 from lazytrain.profile_cache import ProfileCache, describe_machine, describe_work, make_key
 from lazytrain.programs import ProgramCache
 from lazytrain.solver.problem import Hardware, Problem, UnitCost
-from lazytrain.solver.rates import update_traffic_bytes
 from lazytrain.store_units import head_room
 from lazytrain.timer import Timer
 from lazytrain.unit_costs import (
@@ -135,10 +134,7 @@ class Profiler:
             head = profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
                 self._hardware = self._measure_machine((embed, *costs.values(), head), timer)
-        embed, head, *blocks = (
-            with_update_rate(cost, self._hardware.cpu_update_gparams_s)
-            for cost in (embed, head, *(replace(costs[unit.kind], name=unit.name) for unit in model.blocks))
-        )
+        blocks = (replace(costs[unit.kind], name=unit.name) for unit in model.blocks)
         tokens = self.batch["tokens_bt"].numel() if "tokens_bt" in self.batch else count_rows(self.batch)
         return Problem(
             model=self.name,
@@ -170,15 +166,9 @@ class Profiler:
             self.limits,
             update_gparams_s=_update_rates(largest),
             cpu_update=make_update(layout, self.settings, torch.device("cpu")),
-            cpu_update_bytes=update_traffic_bytes(largest),
             spill_dir=self.spill_dir,
             timer=timer,
         )
-
-
-def with_update_rate(cost: UnitCost, gparams_s: float) -> UnitCost:
-    """Return a unit whose update on the CPU takes at least its time at a rate, that of a run with copies both ways."""
-    return replace(cost, cpu_update_ms=max(cost.cpu_update_ms, cost.num_params / gparams_s / 1e6))
 
 
 def _existing(path: Path) -> Path:

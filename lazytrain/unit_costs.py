@@ -1,6 +1,7 @@
 """The costs of one unit, measured: residual points, head, embed, updates; on random weights of the real shapes."""
 
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def profile_block(
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
-    On a GPU forward is measured beside updates on the CPU too, which make launches late.
+    On a GPU forward is measured beside updates on the CPU too, which make launches late, and those beside launches.
 
     Args:
         num_alike: how many blocks of this kind the model has: a step's updates go from one to the next.
@@ -96,13 +97,15 @@ def profile_block(
     sum_ms = _sum_ms(layout, num_microbatches, timer)
     points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
+    update_times_ms = [0.0]
     if timer.device.type == "cuda":
-        with _updates_on_cpu(layout, settings):
+        with _updates_on_cpu(layout, settings, num_alike) as update_times_ms:
             summed = tuple(
                 _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
                 for i, point in enumerate(summed)
             )
-    return _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
+    cost = _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
+    return replace(cost, cpu_update_ms=max(cost.cpu_update_ms, statistics.median(update_times_ms)))
 
 
 def _profile_point(
@@ -198,19 +201,22 @@ def _slow_down(point: ResidualPoint, forward_ms: float) -> ResidualPoint:
 
 
 @contextmanager
-def _updates_on_cpu(layout: UnitLayout, settings: AdamWSettings) -> Iterator[None]:
-    """Have the CPU update a unit again and again meanwhile."""
-    update, stopped = make_update(layout, settings, torch.device("cpu")), threading.Event()
+def _updates_on_cpu(layout: UnitLayout, settings: AdamWSettings, num_alike: int) -> Iterator[list[float]]:
+    """Have the CPU update one unit after the other meanwhile; what is yielded gets the ms of each."""
+    update, stopped = make_update(layout, settings, torch.device("cpu"), num_alike), threading.Event()
+    times_ms = list[float]()
 
     def run() -> None:
-        while not stopped.is_set():
+        while not (stopped.is_set() and times_ms):
+            start_s = time.perf_counter()
             update()
+            times_ms.append((time.perf_counter() - start_s) * 1e3)
 
     update()
     with ThreadPoolExecutor(1, thread_name_prefix="update load") as pool:
         updating = pool.submit(run)
         try:
-            yield
+            yield times_ms
         finally:
             stopped.set()
         updating.result()

@@ -52,26 +52,26 @@ def _make(
 
 _PRESETS = (
     _make(
-        "rtx3090", device_gib=24, host_gib=64, link_gbs=22, dram_gbs=40, tflops=65, device_gbs=850, cpu_gparams_s=2.5
+        "rtx3090", device_gib=24, host_gib=64, link_gbs=22, dram_gbs=70, tflops=65, device_gbs=850, cpu_gparams_s=2.5
     ),
     _make(
-        "rtx4090", device_gib=24, host_gib=64, link_gbs=22, dram_gbs=60, tflops=150, device_gbs=920, cpu_gparams_s=3.5
+        "rtx4090", device_gib=24, host_gib=64, link_gbs=22, dram_gbs=110, tflops=150, device_gbs=920, cpu_gparams_s=3.5
     ),
     _make(
-        "a100-40g", device_gib=40, host_gib=256, link_gbs=22, dram_gbs=120, tflops=260, device_gbs=1400, cpu_gparams_s=5
+        "a100-40g", device_gib=40, host_gib=256, link_gbs=22, dram_gbs=220, tflops=260, device_gbs=1400, cpu_gparams_s=5
     ),
     _make(
-        "a100-80g", device_gib=80, host_gib=256, link_gbs=22, dram_gbs=120, tflops=260, device_gbs=1800, cpu_gparams_s=5
+        "a100-80g", device_gib=80, host_gib=256, link_gbs=22, dram_gbs=220, tflops=260, device_gbs=1800, cpu_gparams_s=5
     ),
-    _make("h100", device_gib=80, host_gib=512, link_gbs=48, dram_gbs=180, tflops=650, device_gbs=3000, cpu_gparams_s=7),
-    _make("h800", device_gib=80, host_gib=512, link_gbs=48, dram_gbs=180, tflops=650, device_gbs=3000, cpu_gparams_s=7),
+    _make("h100", device_gib=80, host_gib=512, link_gbs=48, dram_gbs=330, tflops=650, device_gbs=3000, cpu_gparams_s=7),
+    _make("h800", device_gib=80, host_gib=512, link_gbs=48, dram_gbs=330, tflops=650, device_gbs=3000, cpu_gparams_s=7),
     _make(
         "h200",
         device_gib=141,
         host_gib=125,
         nvme_gbs=(1.7, 1.5),
         link_gbs=48,
-        dram_gbs=148,
+        dram_gbs=270,
         tflops=775,
         device_gbs=4300,
         cpu_gparams_s=5.5,

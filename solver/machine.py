@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lazytrain.solver.plan import CPU, HOST, NVME, Plan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_traffic_bytes, write_ms
+from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_dram_bytes, write_ms
 
 COMPUTE, H2D, D2H, NVME_READ, NVME_WRITE = "compute", "h2d", "d2h", "nvme_read", "nvme_write"
 QUEUES = (COMPUTE, H2D, D2H, CPU, NVME_READ, NVME_WRITE)
@@ -67,8 +67,8 @@ class Machine:
         self.last_store = 0.0
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
-        self.bytes = dict.fromkeys((*QUEUES, "dram"), 0)
-        self.sweep_bytes = 0  # through the host's DRAM since the forward sweep's first load was issued
+        self.bytes: dict[str, float] = dict.fromkeys((*QUEUES, "dram"), 0)
+        self.sweep_bytes = 0.0  # through the host's DRAM since the forward sweep's first load was issued
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self.sum_ends = self._norm = 0.0  # of a step's spans: the sum of their ends, each from the norm before
         self._keeps_events = False
@@ -132,7 +132,7 @@ class Machine:
         if on_nvme:
             end = self._nvme_on_updater(NVME_WRITE, u, on_nvme, end)
         self.free[key] = end
-        self._count_dram(update_traffic_bytes(unit))
+        self._count_dram(update_dram_bytes(self.problem, unit))
         self._cpu_done[u] = self._weights_write[u] = self._state_write[u] = end
         slot = self.slots.get(u)
         if slot is not None and self._slot_owner[slot] == u:
@@ -271,6 +271,6 @@ class Machine:
         self.bytes[queue] += num_bytes
         self._count_dram(num_bytes)
 
-    def _count_dram(self, num_bytes: int) -> None:
+    def _count_dram(self, num_bytes: float) -> None:
         self.bytes["dram"] += num_bytes
         self.sweep_bytes += num_bytes

@@ -41,6 +41,6 @@ def dram_ms(problem: Problem, num_bytes: float) -> float:
     return 0.0 if problem.device_is_host else num_bytes / (problem.hardware.host_memory_gbs * BYTES_PER_MS)
 
 
-def update_traffic_bytes(unit: UnitCost) -> int:
-    """Return what a CPU update reads and writes: weights and states both ways, grads once."""
-    return 2 * unit.weight_bytes + 2 * unit.state_bytes + unit.grad_bytes
+def update_dram_bytes(problem: Problem, unit: UnitCost) -> float:
+    """Return what DRAM would move of copies in the time of an update on the CPU, all of which it is busy."""
+    return unit.cpu_update_ms * problem.hardware.host_memory_gbs * BYTES_PER_MS

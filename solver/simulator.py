@@ -6,8 +6,8 @@ when its queue, what it waits for and the thread that issues it are ready. Times
 Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
 (`device_is_host`) the first four share the cores, so that they take turns.
 
-The host's DRAM is shared by the updates on the CPU and by every copy: what a forward sweep moves takes as long as DRAM
-needs for it, and the head starts then. In backward no update runs, and the link alone is slower than DRAM.
+The host's DRAM is shared by the updates on the CPU, each of which keeps it busy, and by every copy: a forward sweep is
+as long as DRAM needs for both, and the head starts then. In backward no update runs, and the link alone is slower.
 
 The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the
 next step, start only then; stores of grads may still run. What the next step's first units need is loaded before: see
@@ -251,7 +251,7 @@ def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm:
         device_peak_bytes=usage.device_peak_bytes,
         host_bytes=usage.host_bytes,
         nvme_bytes=usage.nvme_bytes,
-        moved_bytes={queue: machine.bytes[queue] for queue in (H2D, D2H, NVME_READ, NVME_WRITE)},
+        moved_bytes={queue: int(machine.bytes[queue]) for queue in (H2D, D2H, NVME_READ, NVME_WRITE)},
         busy_ms={queue: machine.busy[queue] for queue in QUEUES},
         bound_by=f"{busiest} ({bounds[busiest] / step_ms:.0%})" if step_ms else busiest,
     )

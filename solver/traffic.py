@@ -4,8 +4,8 @@ from lazytrain.solver.choices import Lane
 from lazytrain.solver.draft import Draft
 from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.plan import CPU, HOST, NVME
-from lazytrain.solver.problem import UnitCost
-from lazytrain.solver.rates import dram_ms, read_ms, update_traffic_bytes, write_ms
+from lazytrain.solver.problem import Problem, UnitCost
+from lazytrain.solver.rates import dram_ms, read_ms, update_dram_bytes, write_ms
 
 
 def add_traffic(draft: Draft) -> None:
@@ -33,16 +33,16 @@ def _sweep_bytes(draft: Draft, u: int) -> Affine:
 def _sweep_link_bytes(draft: Draft, u: int) -> Affine:
     """Return what updates and loads of weights move in the forward sweep, without NVMe."""
     unit = draft.problem.units[u]
-    lanes = draft.choices[u].lane(lambda lane: _lane_bytes(unit, lane))
+    lanes = draft.choices[u].lane(lambda lane: _lane_bytes(draft.problem, unit, lane))
     return lanes + draft.first_load[u] * unit.weight_bytes
 
 
-def _lane_bytes(unit: UnitCost, lane: Lane) -> int:
+def _lane_bytes(problem: Problem, unit: UnitCost, lane: Lane) -> float:
     """Return what a lane moves in the forward sweep, without the loads that depend on other blocks."""
     if not unit.num_params:
         return 0
     if lane.update == CPU:
-        return unit.weight_bytes + update_traffic_bytes(unit)
+        return unit.weight_bytes + update_dram_bytes(problem, unit)
     num_bytes = unit.weight_bytes if lane.is_streamed else 0
     if lane.moves_states:
         num_bytes += 2 * unit.state_bytes + (unit.grad_bytes if lane.grads == HOST else 0)

@@ -11,7 +11,7 @@ import numpy as np
 from lazytrain.solver.machine import NUM_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, UnitPlan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import copy_ms, read_ms, update_traffic_bytes, write_ms
+from lazytrain.solver.rates import copy_ms, read_ms, update_dram_bytes, write_ms
 
 Decisions = tuple[int, tuple[UnitPlan, ...]]  # prefetch depth, all units
 FLAGS = (
@@ -90,7 +90,7 @@ class Tables:
             return copy_ms(problem, num_bytes, to_device=to_device, num_copies=num_copies, in_backward=in_backward)
 
         # What moves through DRAM in every step, whatever the other units do; loads of weights come on top.
-        sweep_bytes = packs + sum(spilled) + on_cpu * (update_traffic_bytes(unit) + 2 * on_nvme)
+        sweep_bytes = packs + sum(spilled) + on_cpu * (update_dram_bytes(problem, unit) + 2 * on_nvme)
         sweep_bytes += visits * (2 * unit.state_bytes + unit.grad_bytes * to_host)
         sweep_bytes += 2 * visits * unit.state_bytes * (plan.states == NVME)
         if has and plan.update == DEVICE and streamed:

@@ -9,7 +9,7 @@ from sample_blocks import Sample, concatenate, tanh_sample, transformer_sample
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lazytrain import attention, decoder
+from lazytrain import decoder
 from lazytrain.base import Context, Params
 from lazytrain.configuration import parse_config
 from lazytrain.joint import Joint, trace_joint
@@ -196,7 +196,8 @@ def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, mon
 
     monkeypatch.setattr("torch.utils.flop_counter.sdpa_flop_count", refuse)
     before = dict(flop_registry)
-    monkeypatch.setattr(attention, "gains_by_cudnn", lambda q, k: True)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention  # a GPU's, traced here on fake tensors
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v, 0.0, True)[0])
     monkeypatch.setattr(decoder, "takes_lengths", lambda device, dtype, head_dim: by_lengths)
     config = parse_config(
         {

@@ -114,10 +114,11 @@ def test_forward_beside_updates_on_the_cpu_is_slower_by_what_was_measured() -> N
 def test_updates_beside_a_measurement_end_with_it() -> None:
     profiler = make_profiler()
     layout, before = profiler.settings.layout(profiler.model.blocks[0].params, torch.float32), threading.active_count()
-    with unit_costs._updates_on_cpu(layout, profiler.settings):
+    with unit_costs._updates_on_cpu(layout, profiler.settings, 2) as times_ms:
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
-    with pytest.raises(KeyboardInterrupt), unit_costs._updates_on_cpu(layout, profiler.settings):
+    assert min(times_ms) > 0
+    with pytest.raises(KeyboardInterrupt), unit_costs._updates_on_cpu(layout, profiler.settings, 1):
         raise KeyboardInterrupt
     assert threading.active_count() == before
 
@@ -162,7 +163,7 @@ def test_median_time_is_that_of_one_call() -> None:
 def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
     device = torch.device("cuda")
     host, back = (allocate_slab(8 << 20, pin=True, name=name).split(4 << 20) for name in ("there", "back"))
-    rates = links._measure_mix(device, host, back, lambda: time.sleep(0.01), 1000)
+    rates = links._measure_mix(device, host, back, lambda: time.sleep(0.01))
     assert min(rates.h2d_gbs, rates.d2h_gbs, rates.updates_s) > 0
     before = threading.active_count()
 
@@ -170,7 +171,7 @@ def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        links._measure_mix(device, host, back, fail, 1000)
+        links._measure_mix(device, host, back, fail)
     assert threading.active_count() == before
 
 
@@ -203,7 +204,7 @@ def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.Monke
         for pieces in (host, back):
             begins = {piece.data_ptr() for piece in pieces}
             seen.append((len(pieces), len(begins), pieces[0].numel()))
-        return links.Rates(1.0, 1.0, 1.0, 1.0)
+        return links.Rates(10.0, 20.0, 5.0)
 
     monkeypatch.setattr(links, "_measure_mix", note)
     monkeypatch.setattr(links, "ROTATED_BYTES", 64 << 20)
@@ -214,20 +215,22 @@ def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "empty", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
     timer: Any = SimpleNamespace(median_ms=lambda work: 1.0)
 
-    def measure(host_bytes: int) -> None:
+    monkeypatch.setattr(links, "_time_alone_s", lambda _: 0.1)
+
+    def measure(host_bytes: int) -> float:
         seen.clear()
-        links.measure_machine(
+        hardware = links.measure_machine(
             torch.device("cuda"),
             8 << 20,
             {"device": GIB, "host": host_bytes},
             update_gparams_s=(1.0, 1.0),
             cpu_update=lambda: None,
-            cpu_update_bytes=1,
             spill_dir=None,
             timer=timer,
         )
+        return hardware.host_memory_gbs
 
-    measure(16 * GIB)
+    assert measure(16 * GIB) == 60.0, "30 GB copied cost half a second of updates"
     assert set(seen) == {(8, 8, 8 << 20)}
     measure(512 << 20)
     assert set(seen) == {(4, 4, 8 << 20)}, "a sixteenth of a small host at most"
