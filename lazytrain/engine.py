@@ -11,7 +11,7 @@ from torch import Tensor
 from lazytrain.account import account_step
 from lazytrain.activations import Activations
 from lazytrain.arrivals import Arrivals
-from lazytrain.base import IGNORE_INDEX, Batch, Context, Model, Params, StepMetrics, Unit, count_rows
+from lazytrain.base import Batch, Context, Model, Params, StepMetrics, Unit, count_rows, find_targets
 from lazytrain.determinism import deterministic
 from lazytrain.errors import DataError, NonFiniteError
 from lazytrain.gradients import GradientSink
@@ -211,8 +211,7 @@ class Engine:
         batches: list[Batch] = []
         for part in split_batch(batch, self.plan.num_microbatches):
             if "targets_bt" in part:
-                index_n = (part["targets_bt"].reshape(-1) != IGNORE_INDEX).nonzero().view(-1)
-                part = {**part, "target_index_n": index_n}
+                part = {**part, "target_index_n": find_targets(part["targets_bt"])}
             batches.append({name: value.to(self.device, non_blocking=True) for name, value in part.items()})
         return batches, [self.model.context(part, self.dtype) for part in batches]
 
