@@ -64,7 +64,7 @@ class Lanes:
         self._spans: list[_RawSpan] = []
         self._earlier: list[_RawSpan] = []  # of the last whole step
         self._oldest: list[_RawSpan] = []  # of the step before it, which may reach into it
-        self._begin = self._end = self._mark()
+        self._begin = self._end = self._meeting = self._mark()  # meeting: when the host last saw a moment as it came
         self._is_recording = True
 
     @contextmanager
@@ -104,16 +104,23 @@ class Lanes:
         self.count(queue, source.numel() * source.element_size())
 
     def start_reading(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Queue the copy of a few numbers to the host; the function returned waits for them, not for what follows."""
+        """Queue the copy of a few numbers to the host; the function returned waits for them, not for what follows.
+
+        What it waits for is a moment on both clocks, the host's and the device's; a step's end is none, as the device
+        comes to it later.
+        """
         if not self.is_cuda:
             return numbers.tolist
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         on_host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event(enable_timing=True)
         arrived.record(self._streams[COMPUTE])
 
         def read() -> list[float]:
+            is_late = arrived.query()
             arrived.synchronize()
+            if not is_late:
+                self._meeting = _Mark(arrived, time.perf_counter())
             return on_host.tolist()
 
         return read
@@ -167,7 +174,9 @@ class Lanes:
         if isinstance(moment, _Mark):
             moment = moment.host_s if moment.event is None else moment.event
         if isinstance(moment, float):
-            return (moment - self._begin.host_s) * 1e3
+            met = self._meeting if self._begin.event is not None else self._begin
+            met_ms = self._begin.event.elapsed_time(met.event) if met.event is not None else 0.0
+            return met_ms + (moment - met.host_s) * 1e3
         return self._begin.event.elapsed_time(moment) if moment.query() else math.inf
 
 
