@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lazytrain.slabs import allocate_slab
+from lazytrain.slabs import allocate_slab, is_slab_pinned
 from lazytrain.solver.problem import Hardware
 from lazytrain.store_bench import CANDIDATES, make_test_file, measure_rates
 
@@ -58,19 +58,16 @@ def measure_machine(
     """
     size = min(MAX_COPY_BYTES, max(MIN_COPY_BYTES, block_bytes))
     rotated = max(size, min(ROTATED_BYTES, limits["host"] // 16)) if device.type == "cuda" else size
-    host, back = (
-        allocate_slab(rotated // size * size, pin=device.type == "cuda", name=name).split(size)
-        for name in ("link test", "link test back")
-    )
+    host, back = (_allocate_pieces(rotated, size, device, name) for name in ("link test", "link test back"))
     memcpy_gbs = size / timer.median_ms(lambda: back[0].copy_(host[0])) / 1e6
-    quiet_gbs, host_memory_gbs, mix = 0.0, 2 * memcpy_gbs, Rates(memcpy_gbs, memcpy_gbs, 0.0)
+    quiet_gbs, dram_gbs, mix = 0.0, 2 * memcpy_gbs, Rates(memcpy_gbs, memcpy_gbs, 0.0)
     if device.type == "cuda":
         quiet = _measure_mix(device, host, back, None)
         alone_s = _time_alone_s(cpu_update)
         full = _measure_mix(device, host, back, cpu_update)
         mix = _measure_mix(device, host, back, cpu_update, share=LINK_SHARE)
         quiet_gbs = max(mix.h2d_gbs, min(quiet.h2d_gbs, quiet.d2h_gbs))
-        host_memory_gbs = (full.h2d_gbs + full.d2h_gbs) / max(LEAST_LOSS, 1 - full.updates_s * alone_s)
+        dram_gbs = (full.h2d_gbs + full.d2h_gbs) / max(LEAST_LOSS, 1 - full.updates_s * alone_s)
     tiny = torch.empty(256, dtype=torch.uint8, device=device)
     read_gbs, write_gbs = _measure_nvme(spill_dir) if spill_dir is not None else (1.0, 1.0)
     return Hardware(
@@ -82,7 +79,7 @@ def measure_machine(
         d2h_gbs=mix.d2h_gbs,
         nvme_read_gbs=read_gbs,
         nvme_write_gbs=write_gbs,
-        host_memory_gbs=host_memory_gbs,
+        dram_gbs=dram_gbs,
         copy_latency_ms=timer.median_ms(lambda: tiny.copy_(host[0][:256], non_blocking=True)),
         matmul_tflops=_matmul_tflops(device, timer),
         device_memory_gbs=2 * memcpy_gbs if device.type == "cpu" else _device_memory_gbs(device, timer),
@@ -91,6 +88,15 @@ def measure_machine(
         is_estimate=False,
         quiet_link_gbs=quiet_gbs,
     )
+
+
+def _allocate_pieces(num_bytes: int, size: int, device: torch.device, name: str) -> Sequence[Tensor]:
+    """Return pieces of a slab, pinned for a GPU: one piece, where the system does not let so much be pinned."""
+    pin = device.type == "cuda"
+    slab = allocate_slab(num_bytes // size * size, pin=pin, name=name)
+    if pin and not is_slab_pinned(slab) and num_bytes > size:
+        slab = allocate_slab(size, pin=pin, name=name)
+    return slab.split(size)
 
 
 class Rates(NamedTuple):
@@ -155,11 +161,11 @@ def _measure_mix(
                 else:
                     update()
                     updates += 1
+            elapsed_s = time.perf_counter() - start_s  # before the last copies end, beside which nothing is updated
         finally:
             stopped.set()
         for future in copying:
             future.result()
-    elapsed_s = time.perf_counter() - start_s
     size = there.numel() * there.element_size()
     inward, outward = (count * size / max(busy, 1e-9) / 1e9 for count, busy in zip(counts, busy_s, strict=True))
     return Rates(inward, outward, updates / elapsed_s)

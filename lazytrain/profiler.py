@@ -1,18 +1,17 @@
 """Measure what the planner needs to know of a model on this machine, at the shapes of the run.
 
 Every time is the median of repeats that fill `floor_s`, on random weights of the real shapes. Block programs, head and
-embed run as the sweep runs them; the update runs over one unit's slabs; copies are of the size of a block.
+embed run as the sweep runs them; updates go from block to block; copies are of the size of a block.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from lazytrain.base import Batch, Model, count_rows
+from lazytrain.base import Batch, Model, Unit, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
 from lazytrain.homes import list_layouts, owned_params
@@ -32,6 +31,8 @@ from lazytrain.unit_costs import (
     profile_head,
 )
 
+# What updates on the CPU are timed over, where the blocks have so much: a processor's cache holds hundreds of MiB.
+UPDATED_BYTES = 2 << 30
 # Of the device: batches, positions, sums of squares, and what cuts of 512 bytes take.
 SMALL_BYTES = 16 << 20
 
@@ -124,12 +125,20 @@ class Profiler:
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
             embed = profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer, num_microbatches)
-            costs, num_alike = {}, Counter(unit.kind for unit in model.blocks)
+            costs = {}
             for unit in model.blocks:
                 if unit.kind not in costs:
                     program = make_program(unit, self.settings, x_btd, ctx, dtype, self.programs, timer, report)
                     costs[unit.kind] = profile_block(
-                        unit, self.settings, x_btd, ctx, dtype, program, timer, num_microbatches, num_alike[unit.kind]
+                        unit,
+                        self.settings,
+                        x_btd,
+                        ctx,
+                        dtype,
+                        program,
+                        timer,
+                        num_microbatches,
+                        self._count_alike(unit),
                     )
             head = profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
@@ -156,6 +165,13 @@ class Profiler:
             embed_sums_densely=model.embed_rows is None,
         )
 
+    def _count_alike(self, unit: Unit) -> int:
+        """Return over how many units to time updates on the CPU: all of that kind, or what fills `UPDATED_BYTES`."""
+        layout = self.settings.layout(owned_params(self.model, unit), self.dtype)
+        unit_bytes = max(1, 2 * layout.weight_bytes + layout.state_bytes)
+        num_filling = min(UPDATED_BYTES, self.limits["host"] // 16) // unit_bytes
+        return max(1, min(num_filling, sum(other.kind == unit.kind for other in self.model.units)))
+
     def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:
         largest = max(costs, key=lambda cost: cost.num_params)
         unit = next((u for u in self.model.units if u.kind == largest.kind), self.model.blocks[0])
@@ -165,7 +181,7 @@ class Profiler:
             max((cost.weight_bytes for cost in costs[1:-1]), default=1 << 20),
             self.limits,
             update_gparams_s=_update_rates(largest),
-            cpu_update=make_update(layout, self.settings, torch.device("cpu")),
+            cpu_update=make_update(layout, self.settings, torch.device("cpu"), self._count_alike(unit)),
             spill_dir=self.spill_dir,
             timer=timer,
         )

@@ -29,7 +29,8 @@ from lazytrain.straightline import Function, write_function
 LOG = logging.getLogger(__name__)
 # Shares of what backward would like to find, as the partitioner counts them.
 BUDGETS = (0.15, 0.25, 0.35, 0.5, 0.8, 1.0)
-# Few points, as every one is compiled, for some ten seconds: all products but attention's, and so many of the largest.
+# Few points, as every one is compiled, for some ten seconds: so many of the largest products, and the share that all
+# products take, but not attention's output beside them.
 COMPILED_BUDGETS = (0.6,)
 COMPILED_PRODUCTS = (1, 2)
 
@@ -209,14 +210,14 @@ def _signature(tensors: Mapping[str, Tensor]) -> Hashable:
 
 def _curve(joint: Joint, budgets: Sequence[float], compile: bool) -> list[list[fx.Node]]:
     """Return residuals by increasing bytes, from nothing on; where nothing fuses, up to all that autograd keeps."""
-    most = keep_all(joint)
-    candidates = list(product_candidates(joint, COMPILED_PRODUCTS if budgets else ())) if compile else [most]
+    most = None if compile else keep_all(joint)
+    candidates = [most] if most is not None else list(product_candidates(joint, COMPILED_PRODUCTS if budgets else ()))
     try:
         chosen = list(residual_candidates(joint, budgets))
     except Exception as error:  # a private part of torch, which another version may change
         LOG.warning("torch's partitioner failed, so the residual curve has few points: %s", first_line(error))
         chosen = []
-    candidates += [kept for kept in chosen if compile or _num_bytes(kept) < _num_bytes(most)]
+    candidates += [kept for kept in chosen if most is None or _num_bytes(kept) < _num_bytes(most)]
     curve: list[list[fx.Node]] = [[]]
     for kept in sorted(candidates, key=_num_bytes):
         if _num_bytes(kept) > _num_bytes(curve[-1]):

@@ -26,8 +26,6 @@ from lazytrain.sweep import embed_grads_into, head_grads_into
 from lazytrain.timer import Timer
 
 LEAST_SLOWDOWN = 1.05  # less is noise of the clock
-# What updates on the CPU are timed over, where the blocks have so much: a processor's cache holds hundreds of MiB.
-UPDATED_BYTES = 2 << 30
 
 
 def random_unit_params(unit: Unit, device: torch.device, dtype: torch.dtype) -> Params:
@@ -88,7 +86,7 @@ def profile_block(
     On a GPU forward is measured beside updates on the CPU too, which make launches late, and those beside launches.
 
     Args:
-        num_alike: how many blocks of this kind the model has: a step's updates go from one to the next.
+        num_alike: over so many blocks' memory updates on the CPU go, from one to the next, as a step's do.
     """
     params = random_unit_params(unit, timer.device, dtype)
     layout = settings.layout(unit.params, dtype)
@@ -98,7 +96,7 @@ def profile_block(
     points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
     update_times_ms = [0.0]
-    if timer.device.type == "cuda":
+    if timer.device.type == "cuda" and layout.numel:
         with _updates_on_cpu(layout, settings, num_alike) as update_times_ms:
             summed = tuple(
                 _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
@@ -260,7 +258,7 @@ def _unit_cost(
         boundary_bytes=x_btd.numel() * x_btd.element_size(),
         points=points,
         cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu")), num_alike),
-        device_update_ms=_update_ms(layout, settings, timer, 1),
+        device_update_ms=_update_ms(layout, settings, timer, num_alike if timer.device.type == "cpu" else 1),
     )
 
 
@@ -270,11 +268,10 @@ def make_update(
     """Return a function that makes one update of a unit of this layout, on tensors of its own.
 
     Args:
-        num_alike: of so many units the next one is updated each time, as far as `UPDATED_BYTES` do not do.
+        num_alike: so many units take turns.
     """
-    unit_bytes = 2 * layout.weight_bytes + layout.state_bytes
-    units = [_make_tensors(layout, device) for _ in range(max(1, min(num_alike, UPDATED_BYTES // max(1, unit_bytes))))]
-    hyper, turns = settings.hyper(1e-5, 10), itertools.cycle(units)
+    hyper = settings.hyper(1e-5, 10)
+    turns = itertools.cycle([_make_tensors(layout, device) for _ in range(num_alike)])
 
     def update() -> None:
         weights, state, grads = next(turns)

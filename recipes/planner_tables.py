@@ -124,7 +124,7 @@ def _vary(hardware: Hardware, seed: int) -> Hardware:
         "matmul_tflops",
         "h2d_gbs",
         "d2h_gbs",
-        "host_memory_gbs",
+        "dram_gbs",
         "cpu_update_gparams_s",
         "device_update_gparams_s",
     )

@@ -40,7 +40,7 @@ def _make(
         d2h_gbs=link_gbs,
         nvme_read_gbs=nvme_gbs[0],
         nvme_write_gbs=nvme_gbs[1],
-        host_memory_gbs=dram_gbs,
+        dram_gbs=dram_gbs,
         copy_latency_ms=0.02,
         matmul_tflops=tflops,
         device_memory_gbs=device_gbs,

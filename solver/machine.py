@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lazytrain.solver.plan import CPU, HOST, NVME, Plan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_dram_bytes, write_ms
+from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_dram_ms, write_ms
 
 COMPUTE, H2D, D2H, NVME_READ, NVME_WRITE = "compute", "h2d", "d2h", "nvme_read", "nvme_write"
 QUEUES = (COMPUTE, H2D, D2H, CPU, NVME_READ, NVME_WRITE)
@@ -67,8 +67,10 @@ class Machine:
         self.last_store = 0.0
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
-        self.bytes: dict[str, float] = dict.fromkeys((*QUEUES, "dram"), 0)
-        self.sweep_bytes = 0.0  # through the host's DRAM since the forward sweep's first load was issued
+        self.bytes = dict.fromkeys(QUEUES, 0)
+        # How long the host's DRAM is busy: in a step, and since the forward sweep's first load was issued.
+        self.dram_ms = self.sweep_ms = 0.0
+        self._dram_ms_per_byte = dram_ms(problem, 1.0)
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self.sum_ends = self._norm = 0.0  # of a step's spans: the sum of their ends, each from the norm before
         self._keeps_events = False
@@ -104,7 +106,7 @@ class Machine:
     ) -> float:
         """Copy over the link; see `span`."""
         self.bytes[queue] += num_bytes
-        self._count_dram(num_bytes)
+        self._count_dram(num_bytes * self._dram_ms_per_byte)
         key = queue, num_bytes, num, in_backward
         ms = self._copy_ms.get(key)
         if ms is None:
@@ -132,7 +134,7 @@ class Machine:
         if on_nvme:
             end = self._nvme_on_updater(NVME_WRITE, u, on_nvme, end)
         self.free[key] = end
-        self._count_dram(update_dram_bytes(self.problem, unit))
+        self._count_dram(update_dram_ms(self.problem, unit))
         self._cpu_done[u] = self._weights_write[u] = self._state_write[u] = end
         slot = self.slots.get(u)
         if slot is not None and self._slot_owner[slot] == u:
@@ -232,8 +234,8 @@ class Machine:
                 self._grads_in_flight.append(self._grads_out[u])
 
     def dram_due(self, start: float) -> float:
-        """Return when the host's DRAM has moved all of a sweep that began at `start`; till then updates go on."""
-        due = start + dram_ms(self.problem, self.sweep_bytes)
+        """Return when the host's DRAM is done with a sweep that began at `start`; till then updates go on."""
+        due = start + self.sweep_ms
         if self._keeps_events and start < self.free[CPU] < due:
             self.events.append(Event("update slowed", "DRAM", CPU, self.free[CPU], due))
         return due
@@ -241,7 +243,8 @@ class Machine:
     def start_step(self, *, keep_events: bool = False) -> None:
         """Forget the last step's events and counts, and its grads in flight."""
         self._keeps_events = keep_events
-        self.events, self.bytes, self.busy = [], dict.fromkeys((*QUEUES, "dram"), 0), dict.fromkeys(QUEUES, 0.0)
+        self.events, self.bytes, self.busy = [], dict.fromkeys(QUEUES, 0), dict.fromkeys(QUEUES, 0.0)
+        self.dram_ms = 0.0
         self._grads_in_flight = []
         self.sum_ends, self._norm = 0.0, self.main
 
@@ -269,8 +272,8 @@ class Machine:
 
     def _count_nvme(self, queue: str, num_bytes: int) -> None:
         self.bytes[queue] += num_bytes
-        self._count_dram(num_bytes)
+        self._count_dram(num_bytes * self._dram_ms_per_byte)
 
-    def _count_dram(self, num_bytes: float) -> None:
-        self.bytes["dram"] += num_bytes
-        self.sweep_bytes += num_bytes
+    def _count_dram(self, ms: float) -> None:
+        self.dram_ms += ms
+        self.sweep_ms += ms

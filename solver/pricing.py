@@ -55,7 +55,7 @@ class _Machines:
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
         self._sum_ends, self._norm = np.zeros((2, num))  # of a step's spans, each from the norm before
         self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
-        self._sweep_bytes = self._has["sweep_bytes"].sum(axis=0)
+        self._sweep_ms = self._has["sweep_ms"].sum(axis=0)  # of DRAM, without those loads
         self._main, self._loader, self._last_store = np.zeros((3, num))
         num_slots = layout.spare_slot + 1
         self._owner = np.full(num_slots * num, -1)
@@ -91,7 +91,7 @@ class _Machines:
 
     def _list_bounds(self) -> np.ndarray:
         busy = dict(self._busy)
-        dram = dram_ms(self._problem, 1.0) * (self._moved + self._has["dram_bytes"].sum(axis=0))
+        dram = dram_ms(self._problem, 1.0) * self._moved + self._has["dram_ms"].sum(axis=0)
         if self._problem.device_is_host:
             cores = sum(busy.pop(queue) for queue in (COMPUTE, H2D, D2H, CPU))
             return np.stack([*busy.values(), dram, cores])
@@ -247,8 +247,8 @@ class _Machines:
             if u == 1:
                 after.append(self._last_store)
             if u == self._last and pending:
-                moved = self._early_moved + self._moved + self._sweep_bytes
-                after.append(start + dram_ms(self._problem, 1.0) * moved)
+                loaded = self._early_moved + self._moved
+                after.append(start + dram_ms(self._problem, 1.0) * loaded + self._sweep_ms)
             done = self._span(COMPUTE, None, has["forward"][u], *after)
             if u == self._last:
                 self._deliver(u, done)

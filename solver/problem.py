@@ -151,8 +151,8 @@ class Hardware:
             programs already taken off).
         h2d_gbs, d2h_gbs: pinned copies, with both directions busy half of the time, beside updates on the CPU.
         quiet_link_gbs: with both busy all the time where the CPU updates nothing, as in backward; 0 = no faster.
-        host_memory_gbs: DRAM bandwidth as copies see it: so much less time each leaves updates on the CPU, which keep
-            DRAM busy. Where the device is the host's own RAM, that of its copies, reads and writes together.
+        dram_gbs: how fast copies use up the time of the host's DRAM, which updates on the CPU keep busy; where the
+            device is the host's own RAM, the rate of its copies, reads and writes together.
         copy_latency_ms: fixed cost of one copy.
         matmul_tflops: achievable by large bf16 matrix products, for analytic costs only.
         is_estimate: data sheet, not measured.
@@ -166,7 +166,7 @@ class Hardware:
     d2h_gbs: float
     nvme_read_gbs: float
     nvme_write_gbs: float
-    host_memory_gbs: float
+    dram_gbs: float
     copy_latency_ms: float
     matmul_tflops: float
     device_memory_gbs: float

@@ -16,7 +16,7 @@ def copy_ms(
     hardware = problem.hardware
     latency = hardware.copy_latency_ms * num_copies
     if problem.device_is_host:
-        return latency + 2 * num_bytes / (hardware.host_memory_gbs * BYTES_PER_MS)
+        return latency + 2 * num_bytes / (hardware.dram_gbs * BYTES_PER_MS)
     inward_gbs = max(hardware.h2d_gbs, hardware.quiet_link_gbs) if in_backward else hardware.h2d_gbs
     return latency + num_bytes / ((inward_gbs if to_device else hardware.d2h_gbs) * BYTES_PER_MS)
 
@@ -37,10 +37,10 @@ def write_ms(problem: Problem, num_bytes: int) -> float:
 
 
 def dram_ms(problem: Problem, num_bytes: float) -> float:
-    """Return the least time in which the host's DRAM moves that much; 0 where copies are themselves memcpys."""
-    return 0.0 if problem.device_is_host else num_bytes / (problem.hardware.host_memory_gbs * BYTES_PER_MS)
+    """Return how long copies of that much keep the host's DRAM busy; 0 where they are themselves memcpys."""
+    return 0.0 if problem.device_is_host else num_bytes / (problem.hardware.dram_gbs * BYTES_PER_MS)
 
 
-def update_dram_bytes(problem: Problem, unit: UnitCost) -> float:
-    """Return what DRAM would move of copies in the time of an update on the CPU, all of which it is busy."""
-    return unit.cpu_update_ms * problem.hardware.host_memory_gbs * BYTES_PER_MS
+def update_dram_ms(problem: Problem, unit: UnitCost) -> float:
+    """Return how long an update on the CPU keeps the host's DRAM busy: all of its time; 0 as for `dram_ms`."""
+    return 0.0 if problem.device_is_host else unit.cpu_update_ms

@@ -20,7 +20,7 @@ from lazytrain.solver.machine import COMPUTE, D2H, H2D, NVME_READ, NVME_WRITE, Q
 from lazytrain.solver.memory import account
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, Plan, Predicted
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import dram_ms, sync_ms
+from lazytrain.solver.rates import sync_ms
 from lazytrain.solver.visits import backward_visits, last_users
 
 MAX_STEPS = 60
@@ -215,7 +215,7 @@ class _Step:
         done = machine.span(COMPUTE, "embed backward", 0, ms, [], machine.main)
         machine.deliver(0, done)
         machine.loader = machine.main
-        machine.sweep_bytes = 0
+        machine.sweep_ms = 0.0
         self._tickets = {u: machine.bring(u, pending=True) for u in self._early}
         machine.main = machine.loader = max(machine.main, done) + sync_ms(self._problem)
 
@@ -234,7 +234,7 @@ class _Step:
 def _list_bounds(problem: Problem, machine: Machine) -> dict[str, float]:
     """Return how long each queue, and the host's DRAM, is busy in a step; shared cores count once."""
     bounds: dict[str, float] = dict(machine.busy)
-    bounds["host memory"] = dram_ms(problem, machine.bytes["dram"])
+    bounds["host memory"] = machine.dram_ms
     if problem.device_is_host:
         bounds["cores"] = sum(bounds.pop(queue, 0.0) for queue in (COMPUTE, H2D, D2H, CPU))
     return bounds
@@ -244,6 +244,8 @@ def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm:
     bounds = _list_bounds(problem, machine)
     step_ms = max(period, *bounds.values())
     busiest = max(bounds, key=lambda name: bounds[name])
+    if busiest == "host memory" and 2 * bounds.get(CPU, 0.0) > bounds[busiest]:
+        busiest = CPU  # it is that which keeps DRAM busy
     usage = account(problem, plan)
     return Simulation(
         step_ms=step_ms,
@@ -251,7 +253,7 @@ def _report(problem: Problem, plan: Plan, machine: Machine, period: float, norm:
         device_peak_bytes=usage.device_peak_bytes,
         host_bytes=usage.host_bytes,
         nvme_bytes=usage.nvme_bytes,
-        moved_bytes={queue: int(machine.bytes[queue]) for queue in (H2D, D2H, NVME_READ, NVME_WRITE)},
+        moved_bytes={queue: machine.bytes[queue] for queue in (H2D, D2H, NVME_READ, NVME_WRITE)},
         busy_ms={queue: machine.busy[queue] for queue in QUEUES},
         bound_by=f"{busiest} ({bounds[busiest] / step_ms:.0%})" if step_ms else busiest,
     )

@@ -30,7 +30,7 @@ def make_toy_problem(
         d2h_gbs=rng.uniform(5, 50),
         nvme_read_gbs=rng.uniform(2, 7),
         nvme_write_gbs=rng.uniform(1, 5),
-        host_memory_gbs=rng.uniform(60, 200),
+        dram_gbs=rng.uniform(60, 200),
         copy_latency_ms=rng.choice((0.0, 0.02)),
         matmul_tflops=100.0,
         device_memory_gbs=1000.0,

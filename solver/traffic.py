@@ -1,48 +1,61 @@
-"""Lower bounds: a step, and a forward sweep, are as long as the host's DRAM, or NVMe, is busy with their bytes."""
+"""Lower bounds: a step, and a forward sweep, are as long as the host's DRAM, or NVMe, is busy."""
 
 from lazytrain.solver.choices import Lane
 from lazytrain.solver.draft import Draft
 from lazytrain.solver.linear import Affine, total
 from lazytrain.solver.plan import CPU, HOST, NVME
-from lazytrain.solver.problem import Problem, UnitCost
-from lazytrain.solver.rates import dram_ms, read_ms, update_dram_bytes, write_ms
+from lazytrain.solver.problem import UnitCost
+from lazytrain.solver.rates import dram_ms, read_ms, update_dram_ms, write_ms
 
 
 def add_traffic(draft: Draft) -> None:
-    """Add the rows; durations are proportional to bytes, so that one expression of bytes serves each."""
-    problem, model = draft.problem, draft.model
-    reads = total(_read_bytes(draft, u) for u in range(len(draft.choices)))
-    writes = total(_written_bytes(draft, u) for u in range(len(draft.choices)))
-    dram = total([reads, writes, *(_link_bytes(draft, u) for u in range(len(draft.choices)))])
-    for num_bytes, ms in ((dram, dram_ms(problem, 1.0)), (reads, read_ms(problem, 1)), (writes, write_ms(problem, 1))):
-        if num_bytes.terms and ms:
+    """Add the rows, where there is anything to add."""
+    problem, model, units = draft.problem, draft.model, range(len(draft.choices))
+    reads = total(_read_bytes(draft, u) for u in units)
+    writes = total(_written_bytes(draft, u) for u in units)
+    for num_bytes, ms in ((reads, read_ms(problem, 1)), (writes, write_ms(problem, 1))):
+        if num_bytes.terms:
             model.add_at_least(draft.period, num_bytes * draft.ms(ms))
+    if not problem.device_is_host:
+        copied = total([reads, writes, *(_link_bytes(draft, u) for u in units)])
+        model.add_at_least(draft.period, copied * draft.ms(dram_ms(problem, 1.0)) + _updates_ms(draft))
 
 
 def sweep_ms(draft: Draft) -> Affine:
     """Return how long the host's DRAM is busy with a forward sweep: updates, loads, and what leaves the device."""
-    return total(_sweep_bytes(draft, u) for u in range(len(draft.choices))) * draft.ms(dram_ms(draft.problem, 1.0))
+    copied = total(_sweep_bytes(draft, u) for u in range(len(draft.choices)))
+    return copied * draft.ms(dram_ms(draft.problem, 1.0)) + _updates_ms(draft)
+
+
+def _updates_ms(draft: Draft) -> Affine:
+    """Return how long updates on the CPU keep DRAM busy."""
+
+    def update_ms(unit: UnitCost, lane: Lane) -> float:
+        return draft.ms(update_dram_ms(draft.problem, unit)) if lane.update == CPU and unit.num_params else 0.0
+
+    pairs = zip(draft.problem.units, draft.choices, strict=True)
+    return total(choice.lane(lambda lane, unit=unit: update_ms(unit, lane)) for unit, choice in pairs)  # type: ignore[misc]
 
 
 def _sweep_bytes(draft: Draft, u: int) -> Affine:
-    """Return what a unit moves through DRAM in the forward sweep, NVMe included."""
+    """Return what a unit's copies move through DRAM in the forward sweep, NVMe's included."""
     link = _sweep_link_bytes(draft, u) + _activation_bytes(draft, u, (HOST, NVME))
     return total((link, _sweep_read_bytes(draft, u), _written_bytes(draft, u)))
 
 
 def _sweep_link_bytes(draft: Draft, u: int) -> Affine:
-    """Return what updates and loads of weights move in the forward sweep, without NVMe."""
+    """Return what copies for updates and loads of weights move in the forward sweep, without NVMe."""
     unit = draft.problem.units[u]
-    lanes = draft.choices[u].lane(lambda lane: _lane_bytes(draft.problem, unit, lane))
+    lanes = draft.choices[u].lane(lambda lane: _lane_bytes(unit, lane))
     return lanes + draft.first_load[u] * unit.weight_bytes
 
 
-def _lane_bytes(problem: Problem, unit: UnitCost, lane: Lane) -> float:
-    """Return what a lane moves in the forward sweep, without the loads that depend on other blocks."""
+def _lane_bytes(unit: UnitCost, lane: Lane) -> int:
+    """Return what a lane copies in the forward sweep, without the loads that depend on other blocks."""
     if not unit.num_params:
         return 0
     if lane.update == CPU:
-        return unit.weight_bytes + update_dram_bytes(problem, unit)
+        return unit.weight_bytes
     num_bytes = unit.weight_bytes if lane.is_streamed else 0
     if lane.moves_states:
         num_bytes += 2 * unit.state_bytes + (unit.grad_bytes if lane.grads == HOST else 0)
@@ -50,7 +63,7 @@ def _lane_bytes(problem: Problem, unit: UnitCost, lane: Lane) -> float:
 
 
 def _link_bytes(draft: Draft, u: int) -> Affine:
-    """Return what a unit moves through DRAM in a step, without NVMe."""
+    """Return what a unit's copies move through DRAM in a step, without NVMe."""
     unit = draft.problem.units[u]
     grads = draft.choices[u].lane(lambda lane: unit.grad_bytes if lane.grads == HOST and unit.num_params else 0)
     backward = grads + draft.second_load[u] * unit.weight_bytes

@@ -11,7 +11,7 @@ import numpy as np
 from lazytrain.solver.machine import NUM_BUFFERS
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME, UnitPlan
 from lazytrain.solver.problem import Problem
-from lazytrain.solver.rates import copy_ms, read_ms, update_dram_bytes, write_ms
+from lazytrain.solver.rates import copy_ms, dram_ms, read_ms, update_dram_ms, write_ms
 
 Decisions = tuple[int, tuple[UnitPlan, ...]]  # prefetch depth, all units
 FLAGS = (
@@ -22,7 +22,7 @@ TIMES = (
     *("visit", "cpu_reads", "cpu_writes", "forward", "backward", "offload_boundary", "offload_residuals", "fetch"),
     *("spill_boundary", "spill_residuals", "unspill_boundary", "unspill_residuals"),
 )
-NAMES = (*FLAGS, *TIMES, "sweep_bytes", "dram_bytes")
+NAMES = (*FLAGS, *TIMES, "sweep_ms", "dram_ms")
 
 
 class Lookup:
@@ -89,12 +89,14 @@ class Tables:
                 return 0.0
             return copy_ms(problem, num_bytes, to_device=to_device, num_copies=num_copies, in_backward=in_backward)
 
-        # What moves through DRAM in every step, whatever the other units do; loads of weights come on top.
-        sweep_bytes = packs + sum(spilled) + on_cpu * (update_dram_bytes(problem, unit) + 2 * on_nvme)
+        # What keeps DRAM busy in every step, whatever the other units do; loads of weights come on top.
+        sweep_bytes = packs + sum(spilled) + on_cpu * 2 * on_nvme
         sweep_bytes += visits * (2 * unit.state_bytes + unit.grad_bytes * to_host)
         sweep_bytes += 2 * visits * unit.state_bytes * (plan.states == NVME)
         if has and plan.update == DEVICE and streamed:
             sweep_bytes += unit.weight_bytes * (2 if plan.weights == NVME else 1)
+        backward_bytes = packs + sum(spilled) + unit.grad_bytes * to_host
+        update_ms = on_cpu * update_dram_ms(problem, unit)
         values: dict[str, float] = {
             "streamed": streamed,
             "visits": visits,
@@ -121,8 +123,8 @@ class Tables:
             "spill_residuals": write_ms(problem, spilled[1]),
             "unspill_boundary": read_ms(problem, spilled[0]),
             "unspill_residuals": read_ms(problem, spilled[1]),
-            "sweep_bytes": sweep_bytes,
-            "dram_bytes": sweep_bytes + packs + sum(spilled) + unit.grad_bytes * to_host,
+            "sweep_ms": update_ms + dram_ms(problem, sweep_bytes),
+            "dram_ms": update_ms + dram_ms(problem, sweep_bytes + backward_bytes),
         }
         return [float(values[name]) for name in NAMES]
 

@@ -14,6 +14,7 @@ from lazytrain.base import Context, Params
 from lazytrain.configuration import parse_config
 from lazytrain.joint import Joint, trace_joint
 from lazytrain.partition import backward_graph, forward_graph, keep_all, product_candidates, residual_candidates
+from lazytrain.programs import COMPILED_BUDGETS
 from lazytrain.straightline import write_function
 from lazytrain.transformer import transformer_model
 
@@ -225,7 +226,7 @@ def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, mon
     assert any("flash_attention_backward" in str(target) for target in targets(joint.module.graph))
     curve = list(residual_candidates(joint, (0.15, 0.3, 0.6, 0.8)))
     keeps_attention = [any("_attention" in str(node.args[0]) for node in kept) for kept in curve]
-    # A byte of a matrix product of width 256 takes 256 FLOPs to compute again, one of attention over 64 positions 128.
+    # A byte of a matrix product of width 256 takes 256 FLOPs to compute again, one of attention over 64 positions 64.
     assert keeps_attention == [False, False, False, True]
     assert flop_registry == before
 
@@ -249,6 +250,29 @@ def test_the_largest_products_are_those_that_take_longest_to_repeat() -> None:
     called = [targets(backward_graph(joint, nodes)) for nodes in kept]
     counts = [sum(target in (aten.mm.default, aten.addmm.default) for target in some) for some in called]
     assert counts == [counts[0], counts[0] - 1, counts[0] - 2]
+
+
+def test_products_are_kept_before_attention_at_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 positions attention's output takes half as many FLOPs a byte as a product of width 2,048."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v, 0.0, True)[0])
+    for width, wide, heads, shared in ((2048, 11008, 16, 2), (4096, 14336, 32, 8), (3584, 18944, 28, 4)):
+        sizes = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": shared}
+        config = parse_config({"model_type": "llama", "hidden_size": width, "intermediate_size": wide, **sizes})
+        unit = transformer_model(config).blocks[0]
+        params = {n: torch.empty(s.shape, dtype=torch.bfloat16, device="meta") for n, s in unit.params.items()}
+        ctx = decoder.make_context(
+            {"tokens_bt": torch.zeros(2, 1024, dtype=torch.int64)}, torch.bfloat16, config=config
+        )
+        x = torch.empty(2, 1024, width, dtype=torch.bfloat16, device="meta")
+        meta = {name: value.to("meta") for name, value in ctx.items()}
+        joint = trace_joint(unit.fn, params, x, meta, concatenate, torch.device("cpu"))
+        (kept,) = residual_candidates(joint, COMPILED_BUDGETS)
+        called = targets(backward_graph(joint, kept))
+        assert flash.default in called, "attention again"
+        all_again, none_again = (targets(backward_graph(joint, some)) for some in ([], keep_all(joint)))
+        counts = [sum(target is aten.mm.default for target in some) for some in (called, none_again, all_again)]
+        assert counts[0] == counts[1] < counts[2], "no product again"
 
 
 def test_a_product_that_backward_has_no_use_for_is_not_kept() -> None:

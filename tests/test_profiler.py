@@ -177,24 +177,41 @@ def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
 
 def test_updates_on_the_cpu_go_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that an update comes back to at once lies in the processor's cache, which a step's never does."""
-    settings, updated = adamw8bit(1e-3).settings, list[int]()
-    layout = settings.layout(make_model(4).blocks[0].params, torch.float32)
-    unit_bytes = 2 * layout.weight_bytes + layout.state_bytes
+    updated = list[int]()
     monkeypatch.setattr(unit_costs, "update_unit_into", lambda layout, weights, *_, **__: updated.append(id(weights)))
 
-    def count(num_alike: int, limit: int) -> int:
-        monkeypatch.setattr(unit_costs, "UPDATED_BYTES", limit)
+    def count(num_units: int, host_units: int) -> int:
+        """Return over how many units' memory updates go."""
+        profiler = make_profiler()
+        block = profiler.model.blocks[0]
+        layout = profiler.settings.layout(block.params, torch.float32)
+        unit_bytes = 2 * layout.weight_bytes + layout.state_bytes
+        profiler = replace(profiler, limits={"device": GIB, "host": 16 * host_units * unit_bytes})
+        monkeypatch.setattr("lazytrain.profiler.UPDATED_BYTES", num_units * unit_bytes)
         updated.clear()
-        update = unit_costs.make_update(layout, settings, torch.device("cpu"), num_alike)
+        update = unit_costs.make_update(layout, profiler.settings, torch.device("cpu"), profiler._count_alike(block))
         for _ in range(12):
             update()
-        num_units = len(set(updated))
-        assert updated == (updated[:num_units] * 12)[:12], "in turns"
-        return num_units
+        num_updated = len(set(updated))
+        assert updated == (updated[:num_updated] * 12)[:12], "in turns"
+        return num_updated
 
-    assert count(4, 100 * unit_bytes) == 4, "no more than the model has"
-    assert count(4, 3 * unit_bytes) == 3, "no more than needed"
-    assert count(4, unit_bytes - 1) == 1
+    assert count(100, 100) == 4, "no more than the model has"
+    assert count(3, 100) == 3, "no more than needed"
+    assert count(100, 2) == 2, "no more than a part of the host's memory"
+    assert count(0, 100) == 1
+    profiler = make_profiler()
+    assert [profiler._count_alike(unit) for unit in (profiler.model.embed, profiler.model.head)] == [1, 1]
+
+
+def test_on_a_cpu_both_kinds_of_updates_take_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the same code over the same memory."""
+    seen = list[int]()
+    monkeypatch.setattr(
+        unit_costs, "_update_ms", lambda layout, settings, timer, num_alike: seen.append(num_alike) or 1.0
+    )
+    make_profiler().problem(1)
+    assert seen == [1, 1, 4, 4, 1, 1], "embed, block, head"
 
 
 def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +225,13 @@ def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(links, "_measure_mix", note)
     monkeypatch.setattr(links, "ROTATED_BYTES", 64 << 20)
-    monkeypatch.setattr(links, "allocate_slab", lambda size, pin, name: torch.empty(size, dtype=torch.uint8))
+    may_pin = 1 << 40
+
+    def allocate(size: int, pin: bool, name: str) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(links, "allocate_slab", allocate)
+    monkeypatch.setattr(links, "is_slab_pinned", lambda slab: slab.numel() <= may_pin)
     monkeypatch.setattr(links, "_matmul_tflops", lambda *_: 1.0)
     monkeypatch.setattr(links, "_device_memory_gbs", lambda *_: 1.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
@@ -228,12 +251,15 @@ def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.Monke
             spill_dir=None,
             timer=timer,
         )
-        return hardware.host_memory_gbs
+        return hardware.dram_gbs
 
     assert measure(16 * GIB) == 60.0, "30 GB copied cost half a second of updates"
     assert set(seen) == {(8, 8, 8 << 20)}
     measure(512 << 20)
     assert set(seen) == {(4, 4, 8 << 20)}, "a sixteenth of a small host at most"
+    may_pin = 8 << 20
+    measure(16 * GIB)
+    assert set(seen) == {(1, 1, 8 << 20)}, "what the system lets be pinned"
 
 
 @pytest.mark.gpu

@@ -55,8 +55,8 @@ def make_instance(number: int) -> Problem:
     few = {"prefetch_depths": (2,), "allow_streamed_embed": streams, "allow_streamed_head": streams}
     problem = make_toy_problem(FIRST_SEED + number, **toy)
     if number // len(FAMILIES) % 2:  # the host's DRAM is slower than the link and the updates together
-        rate = problem.hardware.host_memory_gbs / SLOW_DRAM
-        problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=rate))
+        rate = problem.hardware.dram_gbs / SLOW_DRAM
+        problem = replace(problem, hardware=replace(problem.hardware, dram_gbs=rate))
     return replace(problem, **{**few, **options})
 
 
@@ -167,7 +167,7 @@ def make_corner(name: str) -> tuple[Problem, Plan]:
     seed, rates, units = CORNERS[name]
     problem = make_toy_problem(seed, num_blocks=len(units) - 2, allow_nvme=True, device_is_host=not rates)
     if rates:
-        rates = rates | {"host_memory_gbs": 1e3, "quiet_link_gbs": 0.0}
+        rates = rates | {"dram_gbs": 1e3, "quiet_link_gbs": 0.0}
     problem = with_fast_blocks(with_room(replace(problem, num_microbatches=1), **rates))
     return problem, make_plan(problem, units, 2)
 

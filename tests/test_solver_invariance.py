@@ -27,7 +27,7 @@ BYTES_OF_POINT = ("residual_bytes", "workspace_bytes")
 BYTES_OF_HARDWARE = ("device_memory_bytes", "host_memory_bytes", "nvme_bytes")
 LINK = ("h2d_gbs", "d2h_gbs", "quiet_link_gbs")
 NVME_RATES = ("nvme_read_gbs", "nvme_write_gbs")
-RATES = (*LINK, *NVME_RATES, "host_memory_gbs")
+RATES = (*LINK, *NVME_RATES, "dram_gbs")
 Change = Callable[[Problem], Problem]
 
 
@@ -111,7 +111,7 @@ BETTER: dict[str, Change] = {
     "host memory": lambda problem: _scale_hardware(problem, 1.5, "host_memory_bytes"),
     "link": lambda problem: _scale_hardware(problem, 1.5, *LINK),
     "compute": lambda problem: scale_compute(problem, 0.8),
-    "DRAM": lambda problem: _scale_hardware(problem, 2.0, "host_memory_gbs"),
+    "DRAM": lambda problem: _scale_hardware(problem, 2.0, "dram_gbs"),
 }
 
 

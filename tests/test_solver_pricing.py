@@ -54,7 +54,7 @@ def test_a_queue_that_falls_behind_binds_though_two_steps_took_the_same_time(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem, rng = make_varied_problem(seed), random.Random(seed)
-    problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=8.0))
+    problem = replace(problem, hardware=replace(problem.hardware, dram_gbs=8.0))
     plans = [random_plan(problem, rng) for _ in range(NUM_PLANS)]
     steps, _ = Pricer(problem).price([(plan.prefetch_depth, plan.units) for plan in plans])
     monkeypatch.setattr(simulator, "SETTLED", -1.0)  # none is the last

@@ -50,7 +50,7 @@ def test_states_of_the_first_device_updates_come_before_the_norm(
 
 def test_the_head_starts_when_dram_has_moved_what_the_sweep_moves() -> None:
     problem = make_toy_problem(1, num_blocks=4)
-    problem = replace(problem, hardware=replace(problem.hardware, host_memory_gbs=2.0))
+    problem = replace(problem, hardware=replace(problem.hardware, dram_gbs=2.0))
     events = play(problem, WITH_GRADS, RESIDENT, ON_CPU, replace(RESIDENT, boundary="host"))
     first, _, third, last = problem.blocks
     first_bytes = 2 * first.weight_bytes + 2 * first.state_bytes + first.grad_bytes  # both ways, but grads
@@ -58,6 +58,16 @@ def test_the_head_starts_when_dram_has_moved_what_the_sweep_moves() -> None:
     moved -= first.weight_bytes  # which stay in their slot from backward
     (head,) = (event for event in events if event.name == "head")
     assert head.start_ms == pytest.approx(moved / 2e6 + third.cpu_update_ms), "DRAM is busy all of an update"
+
+
+@pytest.mark.parametrize(("update_ms", "named"), [(5e3, "cpu"), (1e-3, "host memory")])
+def test_dram_is_named_where_copies_keep_it_busy_and_the_cpu_where_updates_do(update_ms: float, named: str) -> None:
+    problem = make_toy_problem(1, num_blocks=4)
+    rate = 1e6 if named == "cpu" else 0.1
+    blocks = tuple(replace(block, cpu_update_ms=update_ms) for block in problem.blocks)
+    problem = replace(problem, blocks=blocks, hardware=replace(problem.hardware, dram_gbs=rate))
+    plan = make_plan(problem, [RESIDENT, ON_CPU, ON_CPU, ON_CPU, ON_CPU, RESIDENT], 2)
+    assert simulate(problem, plan).bound_by.startswith(f"{named} (")
 
 
 def test_updates_wait_for_the_norm_and_early_grads_for_their_store() -> None:
