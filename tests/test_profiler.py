@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -260,6 +261,29 @@ def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.Monke
     may_pin = 8 << 20
     measure(16 * GIB)
     assert set(seen) == {(1, 1, 8 << 20)}, "what the system lets be pinned"
+
+
+def test_updates_are_not_counted_as_lost_while_the_last_copies_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody updates then: 10 ms each are 100 updates a second, though each direction copies on for 0.2 s."""
+    clock, stopped, drained = [0.0], threading.Event(), threading.Lock()
+
+    class Stream:
+        def synchronize(self) -> None:
+            stopped.wait()
+            with drained:
+                clock[0] += 0.2
+
+    def update() -> None:
+        clock[0] += 0.01
+
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(links, "threading", SimpleNamespace(Event=lambda: stopped))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    pieces = [torch.zeros(16, dtype=torch.uint8)] * 2
+    rates = links._measure_mix(torch.device("cpu"), pieces, pieces, update)
+    assert rates.updates_s == pytest.approx(100.0)
 
 
 @pytest.mark.gpu
