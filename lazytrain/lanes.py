@@ -174,9 +174,9 @@ class Lanes:
         if isinstance(moment, _Mark):
             moment = moment.host_s if moment.event is None else moment.event
         if isinstance(moment, float):
-            met = self._meeting if self._begin.event is not None else self._begin
-            met_ms = self._begin.event.elapsed_time(met.event) if met.event is not None else 0.0
-            return met_ms + (moment - met.host_s) * 1e3
+            if self._begin.event is None:
+                return (moment - self._begin.host_s) * 1e3
+            return self._begin.event.elapsed_time(self._meeting.event) + (moment - self._meeting.host_s) * 1e3
         return self._begin.event.elapsed_time(moment) if moment.query() else math.inf
 
 

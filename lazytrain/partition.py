@@ -50,11 +50,9 @@ def product_candidates(joint: Joint, counts: Iterable[int]) -> Iterator[list[fx.
 
 
 def _num_flops(product: fx.Node) -> int:
-    """Return a matrix product's FLOPs; its last two arguments are the factors."""
-    factor = product.args[-1]
-    assert isinstance(factor, fx.Node)
-    inner: int = factor.meta["val"].shape[-2]
-    return 2 * int(product.meta["val"].numel()) * inner
+    """Return a matrix product's FLOPs, as torch counts them."""
+    values = [argument.meta["val"] for argument in product.args if isinstance(argument, fx.Node)]
+    return int(flop_registry[product.target.overloadpacket](*values, out_val=product.meta["val"]))  # type: ignore[union-attr]
 
 
 def _choose(joint: Joint, budget: float) -> list[fx.Node]:

@@ -210,14 +210,16 @@ def _signature(tensors: Mapping[str, Tensor]) -> Hashable:
 
 def _curve(joint: Joint, budgets: Sequence[float], compile: bool) -> list[list[fx.Node]]:
     """Return residuals by increasing bytes, from nothing on; where nothing fuses, up to all that autograd keeps."""
-    most = None if compile else keep_all(joint)
-    candidates = [most] if most is not None else list(product_candidates(joint, COMPILED_PRODUCTS if budgets else ()))
     try:
         chosen = list(residual_candidates(joint, budgets))
     except Exception as error:  # a private part of torch, which another version may change
         LOG.warning("torch's partitioner failed, so the residual curve has few points: %s", first_line(error))
         chosen = []
-    candidates += [kept for kept in chosen if most is None or _num_bytes(kept) < _num_bytes(most)]
+    if compile:
+        candidates = [*product_candidates(joint, COMPILED_PRODUCTS if budgets else ()), *chosen]
+    else:
+        most = keep_all(joint)
+        candidates = [most, *(kept for kept in chosen if _num_bytes(kept) < _num_bytes(most))]
     curve: list[list[fx.Node]] = [[]]
     for kept in sorted(candidates, key=_num_bytes):
         if _num_bytes(kept) > _num_bytes(curve[-1]):

@@ -188,6 +188,25 @@ def test_function_of_no_arguments_returns_its_constants() -> None:
     assert write_function(graph, fx.GraphModule(module, graph))([])[0] == 7
 
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def trace_on_flash(
+    monkeypatch: pytest.MonkeyPatch, batch: dict[str, Tensor], heads: tuple[int, int], *widths: int
+) -> Joint:
+    """Trace a block of the given hidden and feed-forward widths with a GPU's attention; nothing is computed."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: FLASH(q, k, v, 0.0, True)[0])
+    counts = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    sizes = {"hidden_size": widths[0], "intermediate_size": widths[1]}
+    config = parse_config({"model_type": "llama", **sizes, **counts})
+    unit = transformer_model(config).blocks[0]
+    params = {n: torch.empty(s.shape, dtype=torch.bfloat16, device="meta") for n, s in unit.params.items()}
+    ctx = decoder.make_context(batch, torch.bfloat16, config=config)
+    meta = {name: value.to("meta") for name, value in ctx.items()}
+    x = torch.empty(*batch["tokens_bt"].shape, widths[0], dtype=torch.bfloat16, device="meta")
+    return trace_joint(unit.fn, params, x, meta, concatenate, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("by_lengths", [False, True])
 def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 refuses to count it; where segments are counted as if all were longest, it would be kept first."""
@@ -197,22 +216,7 @@ def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, mon
 
     monkeypatch.setattr("torch.utils.flop_counter.sdpa_flop_count", refuse)
     before = dict(flop_registry)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention  # a GPU's, traced here on fake tensors
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v, 0.0, True)[0])
     monkeypatch.setattr(decoder, "takes_lengths", lambda device, dtype, head_dim: by_lengths)
-    config = parse_config(
-        {
-            "model_type": "llama",
-            "vocab_size": 8,
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-    )
-    unit = transformer_model(config).blocks[0]
-    params = {name: torch.empty(spec.shape, dtype=torch.bfloat16) for name, spec in unit.params.items()}
     batch = {"tokens_bt": torch.zeros(2, 64, dtype=torch.int64)}
     if by_lengths:
         batch |= {
@@ -220,9 +224,7 @@ def test_attention_of_grouped_heads_is_priced_by_its_flops(by_lengths: bool, mon
             "positions_bt": torch.arange(64).expand(2, 64) % 8,
         }
         batch["segment_lengths_bs"] = torch.full((2, 8), 8)
-    ctx = decoder.make_context(batch, torch.bfloat16, config=config)
-    x = torch.empty(2, 64, 256, dtype=torch.bfloat16)
-    joint = trace_joint(unit.fn, params, x, ctx, concatenate)
+    joint = trace_on_flash(monkeypatch, batch, (4, 2), 256, 1024)
     assert any("flash_attention_backward" in str(target) for target in targets(joint.module.graph))
     curve = list(residual_candidates(joint, (0.15, 0.3, 0.6, 0.8)))
     keeps_attention = [any("_attention" in str(node.args[0]) for node in kept) for kept in curve]
@@ -254,22 +256,12 @@ def test_the_largest_products_are_those_that_take_longest_to_repeat() -> None:
 
 def test_products_are_kept_before_attention_at_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,024 positions attention's output takes half as many FLOPs a byte as a product of width 2,048."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v, 0.0, True)[0])
-    for width, wide, heads, shared in ((2048, 11008, 16, 2), (4096, 14336, 32, 8), (3584, 18944, 28, 4)):
-        sizes = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": shared}
-        config = parse_config({"model_type": "llama", "hidden_size": width, "intermediate_size": wide, **sizes})
-        unit = transformer_model(config).blocks[0]
-        params = {n: torch.empty(s.shape, dtype=torch.bfloat16, device="meta") for n, s in unit.params.items()}
-        ctx = decoder.make_context(
-            {"tokens_bt": torch.zeros(2, 1024, dtype=torch.int64)}, torch.bfloat16, config=config
-        )
-        x = torch.empty(2, 1024, width, dtype=torch.bfloat16, device="meta")
-        meta = {name: value.to("meta") for name, value in ctx.items()}
-        joint = trace_joint(unit.fn, params, x, meta, concatenate, torch.device("cpu"))
+    batch = {"tokens_bt": torch.zeros(2, 1024, dtype=torch.int64)}
+    for width, wide, heads in ((2048, 11008, (16, 2)), (4096, 14336, (32, 8)), (3584, 18944, (28, 4))):
+        joint = trace_on_flash(monkeypatch, batch, heads, width, wide)
         (kept,) = residual_candidates(joint, COMPILED_BUDGETS)
         called = targets(backward_graph(joint, kept))
-        assert flash.default in called, "attention again"
+        assert FLASH.default in called, "attention again"
         all_again, none_again = (targets(backward_graph(joint, some)) for some in ([], keep_all(joint)))
         counts = [sum(target is aten.mm.default for target in some) for some in (called, none_again, all_again)]
         assert counts[0] == counts[1] < counts[2], "no product again"
