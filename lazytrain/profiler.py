@@ -10,15 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from lazytrain.base import Batch, Model, Unit, count_rows
+from lazytrain.base import Batch, Context, Model, Unit, count_rows
 from lazytrain.determinism import deterministic
 from lazytrain.engine import split_batch
 from lazytrain.homes import list_layouts, owned_params
-from lazytrain.links import measure_library_bytes, measure_machine
+from lazytrain.links import Work, measure_library_bytes, measure_machine
 from lazytrain.optimizer import AdamWSettings
 from lazytrain.profile_cache import ProfileCache, describe_machine, describe_work, make_key
-from lazytrain.programs import ProgramCache
+from lazytrain.programs import BlockPrograms, ProgramCache
 from lazytrain.solver.problem import Hardware, Problem, UnitCost
 from lazytrain.store_units import head_room
 from lazytrain.timer import Timer
@@ -29,6 +30,7 @@ from lazytrain.unit_costs import (
     profile_block,
     profile_embed,
     profile_head,
+    random_unit_params,
 )
 
 # What updates on the CPU are timed over, where the blocks have so much: a processor's cache holds hundreds of MiB.
@@ -125,10 +127,11 @@ class Profiler:
             embed_params, head_params = end_params(model, self.device, dtype)
             x_btd = model.embed.fn(embed_params, chunk)
             embed = profile_embed(model, self.settings, embed_params, chunk, x_btd, dtype, timer, num_microbatches)
-            costs = {}
+            costs, made = dict[str, UnitCost](), dict[str, BlockPrograms]()
             for unit in model.blocks:
                 if unit.kind not in costs:
                     program = make_program(unit, self.settings, x_btd, ctx, dtype, self.programs, timer, report)
+                    made[unit.kind] = program
                     costs[unit.kind] = profile_block(
                         unit,
                         self.settings,
@@ -142,8 +145,9 @@ class Profiler:
                     )
             head = profile_head(model, self.settings, head_params, chunk, x_btd, dtype, timer)
             if self._hardware is None:
-                self._hardware = self._measure_machine((embed, *costs.values(), head), timer)
-        blocks = (replace(costs[unit.kind], name=unit.name) for unit in model.blocks)
+                self._hardware = self._measure_machine((embed, *costs.values(), head), made, x_btd, ctx, timer)
+        embed, head = map(self._updated_on_host, (embed, head))
+        blocks = (self._updated_on_host(replace(costs[unit.kind], name=unit.name)) for unit in model.blocks)
         tokens = self.batch["tokens_bt"].numel() if "tokens_bt" in self.batch else count_rows(self.batch)
         return Problem(
             model=self.name,
@@ -172,27 +176,42 @@ class Profiler:
         num_filling = min(UPDATED_BYTES, self.limits["host"] // 16) // unit_bytes
         return max(1, min(num_filling, sum(other.kind == unit.kind for other in self.model.units)))
 
-    def _measure_machine(self, costs: Sequence[UnitCost], timer: Timer) -> Hardware:
-        largest = max(costs, key=lambda cost: cost.num_params)
-        unit = next((u for u in self.model.units if u.kind == largest.kind), self.model.blocks[0])
+    def _measure_machine(
+        self, costs: Sequence[UnitCost], made: Mapping[str, BlockPrograms], x_btd: Tensor, ctx: Context, timer: Timer
+    ) -> Hardware:
+        """Measure the machine under the load of the largest block; of the largest unit, if no block has parameters."""
+        sizes = {cost.kind: cost.num_params for cost in costs}
+        blocks = {kind: sizes[kind] for kind in made if sizes[kind]} or sizes
+        largest = max(blocks, key=lambda kind: blocks[kind])
+        cost = next(cost for cost in costs if cost.kind == largest)
+        unit = next(unit for unit in self.model.units if unit.kind == largest)
         layout = self.settings.layout(owned_params(self.model, unit), self.dtype)
+        params = random_unit_params(unit, self.device, self.dtype) if largest in made else {}
+
+        def launch() -> object:
+            return made[largest].forward(params, x_btd, ctx) if largest in made else None
+
         return measure_machine(
             self.device,
             max((cost.weight_bytes for cost in costs[1:-1]), default=1 << 20),
             self.limits,
-            update_gparams_s=_update_rates(largest),
-            cpu_update=make_update(layout, self.settings, torch.device("cpu"), self._count_alike(unit)),
+            work=Work(
+                launch=launch,
+                update=make_update(layout, self.settings, torch.device("cpu"), self._count_alike(unit)),
+                num_params=cost.num_params,
+                update_ms=(cost.cpu_update_ms, cost.device_update_ms),
+            ),
             spill_dir=self.spill_dir,
             timer=timer,
         )
 
+    def _updated_on_host(self, cost: UnitCost) -> UnitCost:
+        """Return a unit's cost with its update on a GPU's host as that machine makes it, measured under load."""
+        if self.device.type != "cuda":
+            return cost
+        assert self._hardware is not None
+        return replace(cost, cpu_update_ms=cost.num_params / self._hardware.cpu_update_gparams_s / 1e6)
+
 
 def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.absolute().parent)
-
-
-def _update_rates(cost: UnitCost) -> tuple[float, float]:
-    """Return a unit's measured update rates on the CPU and on the device, in 1e9 parameters per second."""
-    times_ms = (cost.cpu_update_ms, cost.device_update_ms)
-    cpu, device = (max(1e-6, cost.num_params / ms / 1e6) if ms > 0 else 1e-6 for ms in times_ms)
-    return cpu, device

@@ -1,7 +1,6 @@
 """The costs of one unit, measured: residual points, head, embed, updates; on random weights of the real shapes."""
 
 import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,7 +82,7 @@ def profile_block(
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
-    On a GPU forward is measured beside updates on the CPU too, which make launches late, and those beside launches.
+    On a GPU forward is measured beside updates on the CPU too, which make launches late.
 
     Args:
         num_alike: over so many blocks' memory updates on the CPU go, from one to the next, as a step's do.
@@ -95,15 +94,13 @@ def profile_block(
     sum_ms = _sum_ms(layout, num_microbatches, timer)
     points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
     summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
-    update_times_ms = [0.0]
     if timer.device.type == "cuda" and layout.numel:
-        with _updates_on_cpu(layout, settings, num_alike) as update_times_ms:
+        with _updates_on_cpu(layout, settings, num_alike):
             summed = tuple(
                 _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
                 for i, point in enumerate(summed)
             )
-    cost = _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
-    return replace(cost, cpu_update_ms=max(cost.cpu_update_ms, statistics.median(update_times_ms)))
+    return _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
 
 
 def _profile_point(
@@ -148,6 +145,7 @@ def profile_head(
 
     timer.warm_up(work)
     point = _end_point(0.0, work, timer)
+    sums.clear()  # a small device has no room for these and for what an update takes
     return _unit_cost(
         model.head, settings.layout(owned_params(model, model.head), dtype), x_btd, (point,), settings, timer
     )
@@ -177,6 +175,7 @@ def profile_embed(
             return embed_grads_into(model.embed, params, chunk, dx_btd, sums) if params else None
 
         point = _end_point(forward_ms, backward, timer)
+        sums.clear()
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
@@ -199,22 +198,19 @@ def _slow_down(point: ResidualPoint, forward_ms: float) -> ResidualPoint:
 
 
 @contextmanager
-def _updates_on_cpu(layout: UnitLayout, settings: AdamWSettings, num_alike: int) -> Iterator[list[float]]:
-    """Have the CPU update one unit after the other meanwhile; what is yielded gets the ms of each."""
+def _updates_on_cpu(layout: UnitLayout, settings: AdamWSettings, num_alike: int) -> Iterator[None]:
+    """Have the CPU update one unit after the other meanwhile."""
     update, stopped = make_update(layout, settings, torch.device("cpu"), num_alike), threading.Event()
-    times_ms = list[float]()
 
     def run() -> None:
-        while not (stopped.is_set() and times_ms):
-            start_s = time.perf_counter()
+        while not stopped.is_set():
             update()
-            times_ms.append((time.perf_counter() - start_s) * 1e3)
 
     update()
     with ThreadPoolExecutor(1, thread_name_prefix="update load") as pool:
         updating = pool.submit(run)
         try:
-            yield times_ms
+            yield
         finally:
             stopped.set()
         updating.result()
@@ -248,6 +244,8 @@ def _unit_cost(
     timer: Timer,
     num_alike: int = 1,
 ) -> UnitCost:
+    """Return a unit's costs; where the device is a GPU without the CPU's update, which is measured under load."""
+    on_cpu = timer.device.type == "cpu"
     return UnitCost(
         name=unit.name,
         kind=unit.kind,
@@ -257,8 +255,8 @@ def _unit_cost(
         grad_bytes=layout.weight_bytes,
         boundary_bytes=x_btd.numel() * x_btd.element_size(),
         points=points,
-        cpu_update_ms=_update_ms(layout, settings, replace(timer, device=torch.device("cpu")), num_alike),
-        device_update_ms=_update_ms(layout, settings, timer, num_alike if timer.device.type == "cpu" else 1),
+        cpu_update_ms=_update_ms(layout, settings, timer, num_alike) if on_cpu else 0.0,
+        device_update_ms=_update_ms(layout, settings, timer, num_alike if on_cpu else 1),
     )
 
 

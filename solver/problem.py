@@ -149,7 +149,7 @@ class Hardware:
     Attributes:
         device_memory_bytes, host_memory_bytes, nvme_bytes: what the plan may fill (context, fragmentation and other
             programs already taken off).
-        h2d_gbs, d2h_gbs: pinned copies, with both directions busy half of the time, beside updates on the CPU.
+        h2d_gbs, d2h_gbs: pinned copies beside updates on the CPU, the other direction busy most of the time.
         quiet_link_gbs: with both busy all the time where the CPU updates nothing, as in backward; 0 = no faster.
         dram_gbs: how fast copies use up the time of the host's DRAM, which updates on the CPU keep busy; where the
             device is the host's own RAM, the rate of its copies, reads and writes together.

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,8 @@ from lazytrain.gradients import add_microbatch
 from lazytrain.planning import choose_plan, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
-from lazytrain.slabs import allocate_slab
+from lazytrain.solver.problem import Hardware
+from lazytrain.step_load import LoadedRates, StepLoad
 from lazytrain.timer import Timer
 
 GIB = 1 << 30
@@ -112,13 +112,16 @@ def test_forward_beside_updates_on_the_cpu_is_slower_by_what_was_measured() -> N
     assert replace(problem, hardware=same).without_cpu_updates() is None
 
 
-def test_updates_beside_a_measurement_end_with_it() -> None:
-    profiler = make_profiler()
+def test_updates_beside_a_measurement_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler, updated = make_profiler(), threading.Event()
     layout, before = profiler.settings.layout(profiler.model.blocks[0].params, torch.float32), threading.active_count()
-    with unit_costs._updates_on_cpu(layout, profiler.settings, 2) as times_ms:
+    real = unit_costs.update_unit_into
+    monkeypatch.setattr(unit_costs, "update_unit_into", lambda *args, **kwargs: updated.set() or real(*args, **kwargs))
+    with unit_costs._updates_on_cpu(layout, profiler.settings, 2):
         assert threading.active_count() == before + 1
+        updated.clear()
+        assert updated.wait(60.0)
     assert threading.active_count() == before
-    assert min(times_ms) > 0
     with pytest.raises(KeyboardInterrupt), unit_costs._updates_on_cpu(layout, profiler.settings, 1):
         raise KeyboardInterrupt
     assert threading.active_count() == before
@@ -160,22 +163,6 @@ def test_median_time_is_that_of_one_call() -> None:
     assert 0 < once < twice
 
 
-@pytest.mark.gpu
-def test_the_mix_of_copies_and_updates_ends_also_when_an_update_fails() -> None:
-    device = torch.device("cuda")
-    host, back = (allocate_slab(8 << 20, pin=True, name=name).split(4 << 20) for name in ("there", "back"))
-    rates = links._measure_mix(device, host, back, lambda: time.sleep(0.01))
-    assert min(rates.h2d_gbs, rates.d2h_gbs, rates.updates_s) > 0
-    before = threading.active_count()
-
-    def fail() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        links._measure_mix(device, host, back, fail)
-    assert threading.active_count() == before
-
-
 def test_updates_on_the_cpu_go_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that an update comes back to at once lies in the processor's cache, which a step's never does."""
     updated = list[int]()
@@ -212,78 +199,72 @@ def test_on_a_cpu_both_kinds_of_updates_take_the_same_time(monkeypatch: pytest.M
         unit_costs, "_update_ms", lambda layout, settings, timer, num_alike: seen.append(num_alike) or 1.0
     )
     make_profiler().problem(1)
-    assert seen == [1, 1, 4, 4, 1, 1], "embed, block, head"
+    assert seen == [1, 1, 4, 4, 1, 1], "embed, block, head: CPU and device"
 
 
-def test_copies_are_timed_over_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[tuple[int, int, int]]()
+class TestLoadedMachine:
+    """What a GPU's host can do is measured under the load of a step."""
 
-    def note(device: torch.device, host: Any, back: Any, *_: object, **__: object) -> links.Rates:
-        for pieces in (host, back):
-            begins = {piece.data_ptr() for piece in pieces}
-            seen.append((len(pieces), len(begins), pieces[0].numel()))
-        return links.Rates(10.0, 20.0, 5.0)
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen, self.may_pin = list[tuple[int, int, int]](), 1 << 40
+        self.loads = list[StepLoad]()
 
-    monkeypatch.setattr(links, "_measure_mix", note)
-    monkeypatch.setattr(links, "ROTATED_BYTES", 64 << 20)
-    may_pin = 1 << 40
+        def measure(load: StepLoad) -> LoadedRates:
+            self.loads.append(load)
+            for pieces in (load.host, load.back):
+                self.seen.append((len(pieces), len({piece.data_ptr() for piece in pieces}), pieces[0].numel()))
+            return LoadedRates(h2d_gbs=10.0, d2h_gbs=20.0, quiet_gbs=15.0, update_ms=4.0, dram_gbs=60.0)
 
-    def allocate(size: int, pin: bool, name: str) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        monkeypatch.setattr(StepLoad, "measure_loaded", measure)
+        monkeypatch.setattr(links, "ROTATED_BYTES", 64 << 20)
+        monkeypatch.setattr(links, "allocate_slab", lambda size, pin, name: torch.zeros(size, dtype=torch.uint8))
+        monkeypatch.setattr(links, "is_slab_pinned", lambda slab: slab.numel() <= self.may_pin)
+        monkeypatch.setattr(links, "_matmul_tflops", lambda *_: 1.0)
+        monkeypatch.setattr(links, "_device_memory_gbs", lambda *_: 1.0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        monkeypatch.setattr(torch, "empty", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
 
-    monkeypatch.setattr(links, "allocate_slab", allocate)
-    monkeypatch.setattr(links, "is_slab_pinned", lambda slab: slab.numel() <= may_pin)
-    monkeypatch.setattr(links, "_matmul_tflops", lambda *_: 1.0)
-    monkeypatch.setattr(links, "_device_memory_gbs", lambda *_: 1.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch, "empty", lambda size, **_: torch.zeros(size, dtype=torch.uint8))
-    timer: Any = SimpleNamespace(median_ms=lambda work: 1.0)
-
-    monkeypatch.setattr(links, "_time_alone_s", lambda _: 0.1)
-
-    def measure(host_bytes: int) -> float:
-        seen.clear()
-        hardware = links.measure_machine(
+    def measure(self, host_bytes: int) -> Hardware:
+        self.seen.clear()
+        return links.measure_machine(
             torch.device("cuda"),
             8 << 20,
             {"device": GIB, "host": host_bytes},
-            update_gparams_s=(1.0, 1.0),
-            cpu_update=lambda: None,
+            work=links.Work(lambda: None, lambda: None, 20_000_000, (1e3, 2.0)),
             spill_dir=None,
-            timer=timer,
+            timer=SimpleNamespace(median_ms=lambda work: 1.0),
         )
-        return hardware.dram_gbs
 
-    assert measure(16 * GIB) == 60.0, "30 GB copied cost half a second of updates"
-    assert set(seen) == {(8, 8, 8 << 20)}
-    measure(512 << 20)
-    assert set(seen) == {(4, 4, 8 << 20)}, "a sixteenth of a small host at most"
-    may_pin = 8 << 20
-    measure(16 * GIB)
-    assert set(seen) == {(1, 1, 8 << 20)}, "what the system lets be pinned"
+    def test_rates_are_those_under_load(self) -> None:
+        hardware = self.measure(16 * GIB)
+        assert (hardware.h2d_gbs, hardware.d2h_gbs, hardware.quiet_link_gbs, hardware.dram_gbs) == (10, 20, 15, 60)
+        assert (hardware.cpu_update_gparams_s, hardware.device_update_gparams_s) == (5.0, 10.0)
+
+    def test_copies_go_over_more_than_a_cache_holds(self) -> None:
+        self.measure(16 * GIB)
+        assert self.seen == [(8, 8, 8 << 20)] * 2
+        self.measure(512 << 20)
+        assert self.seen == [(4, 4, 8 << 20)] * 2, "a sixteenth of a small host at most"
+        self.may_pin = 8 << 20
+        self.measure(16 * GIB)
+        assert self.seen == [(1, 1, 8 << 20)] * 2, "what the system lets be pinned"
+
+    def test_all_units_are_updated_at_the_rate_of_the_largest_block(self) -> None:
+        profiler = make_profiler()
+        problem = profiler.problem(1)
+        profiler = replace(profiler, device=torch.device("cuda"), _hardware=self.measure(GIB))
+        for unit in problem.units:
+            assert profiler._updated_on_host(unit).cpu_update_ms == pytest.approx(unit.num_params / 5e6)
 
 
-def test_updates_are_not_counted_as_lost_while_the_last_copies_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody updates then: 10 ms each are 100 updates a second, though each direction copies on for 0.2 s."""
-    clock, stopped, drained = [0.0], threading.Event(), threading.Lock()
-
-    class Stream:
-        def synchronize(self) -> None:
-            stopped.wait()
-            with drained:
-                clock[0] += 0.2
-
-    def update() -> None:
-        clock[0] += 0.01
-
-    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(links, "threading", SimpleNamespace(Event=lambda: stopped))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    pieces = [torch.zeros(16, dtype=torch.uint8)] * 2
-    rates = links._measure_mix(torch.device("cpu"), pieces, pieces, update)
-    assert rates.updates_s == pytest.approx(100.0)
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_is_measured_under_the_load_of_a_block() -> None:
+    profiler = make_profiler(device=torch.device("cuda"), dtype=torch.bfloat16)
+    problem = profiler.problem(2)
+    rate = problem.hardware.cpu_update_gparams_s
+    assert rate > 0
+    assert all(unit.cpu_update_ms == pytest.approx(unit.num_params / rate / 1e6) for unit in problem.units)
 
 
 @pytest.mark.gpu
