@@ -26,8 +26,9 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
 # How much longer a step is where too little is left for the allocator's fragments: it gives all free memory back and
-# takes it anew, one to four times a step. On an H200 that took 48 to 75 ms where the largest tensor has 2.1 to 3.1 GB.
-BRIM_MS_PER_GB = 25.0
+# takes it anew, one to four times a step, and the device and the next loads wait. On an H200 that took 75 ms where the
+# largest tensor has 3.1 GB, and 100 to 160 where it has 2.2.
+BRIM_MS_PER_GB = 50.0
 
 
 class Planned(NamedTuple):
