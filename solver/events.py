@@ -13,6 +13,7 @@ from lazytrain.solver.draft import Draft
 from lazytrain.solver.linear import Affine
 from lazytrain.solver.plan import CPU, DEVICE, HOST, NVME
 from lazytrain.solver.rates import copy_ms, read_ms, write_ms
+from lazytrain.solver.traffic import slowed_updates
 
 AWAY = (HOST, NVME)
 
@@ -29,10 +30,11 @@ class Events:
     """All operations but NVMe's, one per unit in each list; embed and head lack some, which are constant 0.
 
     `forward` of the head is all its compute; `backward` of the embed is its own. `cpu` is the CPU's update with all its
-    thread reads from NVMe and writes there.
+    thread reads from NVMe and writes there; `slowed`, when copies have let it end.
     """
 
     cpu: list[Op]
+    slowed: list[Affine]
     load: list[Op]
     update: list[Op]
     store_weights: list[Op]
@@ -66,6 +68,7 @@ def add_events(draft: Draft) -> Events:
     returns = [unit.move_boundary(to_device=True) + unit.move_residuals(to_device=True) for unit in units]
     return Events(
         cpu=ops([unit.update_on_cpu() for unit in units]),
+        slowed=slowed_updates(draft),
         load=ops([unit.load() for unit in units]),
         update=ops([unit.update_on_device() for unit in units]),
         store_weights=ops([unit.store_weights() for unit in units]),

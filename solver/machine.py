@@ -68,8 +68,11 @@ class Machine:
         self._fetch_use = [0.0] * NUM_BUFFERS
         self.events: list[Event] = []
         self.bytes = dict.fromkeys(QUEUES, 0)
-        # How long the host's DRAM is busy: in a step, and since the forward sweep's first load was issued.
-        self.dram_ms = self.sweep_ms = 0.0
+        # How long the host's DRAM is busy: in a step, since the forward sweep's first load was issued, of that with
+        # updates on the CPU, and with each unit's and those before it.
+        self.dram_ms = self.sweep_ms = self._updates_ms = 0.0
+        self._updated_ms = list(zeros)
+        self._sweep_start = 0.0
         self._dram_ms_per_byte = dram_ms(problem, 1.0)
         self.busy = dict.fromkeys(QUEUES, 0.0)
         self.sum_ends = self._norm = 0.0  # of a step's spans: the sum of their ends, each from the norm before
@@ -127,6 +130,7 @@ class Machine:
         on_nvme = unit.weight_bytes * (decisions.weights == NVME) + unit.state_bytes * (decisions.states == NVME)
         key = COMPUTE if CPU in self._shared else CPU
         start = max(self.free[key], due, self.main)
+        before_ms = self.sweep_ms
         if on_nvme:
             start = self._nvme_on_updater(NVME_READ, u, on_nvme, start)
         self.free[key] = start
@@ -135,6 +139,8 @@ class Machine:
             end = self._nvme_on_updater(NVME_WRITE, u, on_nvme, end)
         self.free[key] = end
         self._count_dram(update_dram_ms(self.problem, unit))
+        self._updates_ms += self.sweep_ms - before_ms
+        self._updated_ms[u] = self._updates_ms
         self._cpu_done[u] = self._weights_write[u] = self._state_write[u] = end
         slot = self.slots.get(u)
         if slot is not None and self._slot_owner[slot] == u:
@@ -145,7 +151,7 @@ class Machine:
         unit, decisions = self.units[u], self.plans[u]
         cpu_done = self._cpu_done[u]
         if cpu_done is not None:
-            self.loader = max(self.loader, cpu_done)
+            self.loader = max(self.loader, cpu_done, self._slowed(u))
         slot, copies, after = self.slots.get(u), [], [0.0]
         is_missing = cpu_done is not None if slot is None else self._slot_owner[slot] != u
         if is_missing:
@@ -233,9 +239,17 @@ class Machine:
             if 0 < u < len(self.units) - 1:
                 self._grads_in_flight.append(self._grads_out[u])
 
-    def dram_due(self, start: float) -> float:
-        """Return when the host's DRAM is done with a sweep that began at `start`; till then updates go on."""
-        due = start + self.sweep_ms
+    def start_sweep(self) -> None:
+        """Begin with the updates on the CPU and the forward sweep, whose early loads have been issued."""
+        self._sweep_start, self._updates_ms = self.main, 0.0
+
+    def _slowed(self, u: int) -> float:
+        """Return when DRAM is done with the updates up to unit u's, and with what has been copied in the sweep."""
+        return self._sweep_start + self._updated_ms[u] + self.sweep_ms - self._updates_ms
+
+    def dram_due(self) -> float:
+        """Return when the host's DRAM is done with the sweep; till then updates go on."""
+        start, due = self._sweep_start, self._sweep_start + self.sweep_ms
         if self._keeps_events and start < self.free[CPU] < due:
             self.events.append(Event("update slowed", "DRAM", CPU, self.free[CPU], due))
         return due

@@ -55,7 +55,9 @@ class _Machines:
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
         self._sum_ends, self._norm = np.zeros((2, num))  # of a step's spans, each from the norm before
         self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
-        self._sweep_ms = self._has["sweep_ms"].sum(axis=0)  # of DRAM, without those loads
+        sums_ms = self._has["sweep_ms"].cumsum(axis=0)  # of DRAM, without those loads
+        self._sweep_ms, self._slowed_ms = sums_ms[-1], sums_ms - self._has["sweep_ms"] + self._has["cpu_dram_ms"]
+        self._start = np.zeros(num)  # of the sweep
         self._main, self._loader, self._last_store = np.zeros((3, num))
         num_slots = layout.spare_slot + 1
         self._owner = np.full(num_slots * num, -1)
@@ -109,6 +111,10 @@ class _Machines:
         self._sum_ends += end - self._norm if mask is None else (end - self._norm) * mask
         return end
 
+    def _loaded_ms(self) -> np.ndarray:
+        """Return how long the loads of weights kept DRAM busy in this sweep so far."""
+        return dram_ms(self._problem, 1.0) * (self._early_moved + self._moved)
+
     def _read(self, mask: np.ndarray, ms: np.ndarray | float, written: np.ndarray) -> None:
         end = self._span(NVME_READ, mask, ms, written, self._loader)
         self._loader = np.where(mask, end, self._loader)
@@ -120,7 +126,8 @@ class _Machines:
         act = np.ones_like(self._turn) if act is None else act
         done, slot, buffer = self._cpu_done[u], self._slots[u], self._buffers[u]
         load = done > NEVER
-        if some["on_cpu"][u]:
+        if pending and some["on_cpu"][u]:
+            done = np.where(load, np.maximum(done, self._start + self._slowed_ms[u] + self._loaded_ms()), NEVER)
             self._loader = np.maximum(self._loader, done if everywhere else np.where(act, done, NEVER))
         if some["streamed"][u]:
             load = np.where(has["streamed"][u], self._owner[slot] != u, load)
@@ -217,7 +224,7 @@ class _Machines:
 
     def _play(self, *, pending: bool) -> np.ndarray:
         """Play one step; return when its norm is known."""
-        self._in_flight = InFlight(len(self._main))
+        self._in_flight, self._start = InFlight(len(self._main)), self._main
         if pending:
             for u in np.flatnonzero(self._some["on_cpu"]).tolist():
                 self._update_on_cpu(u)
@@ -247,8 +254,7 @@ class _Machines:
             if u == 1:
                 after.append(self._last_store)
             if u == self._last and pending:
-                loaded = self._early_moved + self._moved
-                after.append(start + dram_ms(self._problem, 1.0) * loaded + self._sweep_ms)
+                after.append(start + self._sweep_ms + self._loaded_ms())
             done = self._span(COMPUTE, None, has["forward"][u], *after)
             if u == self._last:
                 self._deliver(u, done)

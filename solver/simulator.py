@@ -145,6 +145,7 @@ class _Step:
     def play(self, *, pending: bool) -> float:
         """Play one step; return when its norm is known."""
         machine = self._machine
+        machine.start_sweep()
         if pending:
             for u, decisions in enumerate(self._plans):
                 if decisions.update == CPU and self._units[u].num_params:
@@ -169,7 +170,7 @@ class _Step:
             oldest = offloads.pop(0) if u and len(offloads) == 2 else 0.0
             if u == self._last:
                 ms = num * (point.forward_ms + point.backward_ms)
-                dram = machine.dram_due(start) if pending else 0.0
+                dram = machine.dram_due() if pending else 0.0
                 done = machine.span(COMPUTE, "head", u, ms, [ticket, oldest, dram], machine.main)
                 machine.deliver(u, done)
             elif u == 0:

@@ -161,7 +161,8 @@ def _add_forward_reads(draft: Draft, events: Events, writes: Writes, launches: l
         first, on_cpu = draft.nvme_loads[u][0], pick_lane(draft, u, update=CPU)
         user = pick_lane(draft, u, weights=NVME, update=CPU) + first
         op = _add_op(draft, user * _read_ms(draft, unit.weight_bytes), [before])
-        follow_if(draft, on_cpu, op, events.cpu[u].finish, horizon)
+        for wait in (events.cpu[u].finish, events.slowed[u]):
+            follow_if(draft, on_cpu, op, wait, horizon)
         follow_if(draft, draft.streamed[u], op, issued[u], horizon)
         follow_if(draft, draft.visiting[u], op, visits[u], horizon)
         if u == len(launches) - 1:

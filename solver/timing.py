@@ -96,6 +96,7 @@ def _add_forward(draft: Draft, events: Events, queues: Queues, moves: list[Affin
     for u in range(last + 1):
         load, update, forward = events.load[u], events.update[u], events.forward[u]
         queues.run(H2D, load, [events.cpu[u].finish, events.early[u].finish - draft.period])
+        follow_if(draft, pick_lane(draft, u, update=CPU), load, events.slowed[u], 2 * horizon)
         follow_if(draft, draft.streamed[u], load, slots[u], 2 * horizon)
         follow_if(draft, draft.visiting[u], load, buffers[u], 2 * horizon)
         tail = events.store_grads[u].finish - draft.period

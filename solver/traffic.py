@@ -27,14 +27,34 @@ def sweep_ms(draft: Draft) -> Affine:
     return copied * draft.ms(dram_ms(draft.problem, 1.0)) + _updates_ms(draft)
 
 
+def slowed_updates(draft: Draft) -> list[Affine]:
+    """Return when DRAM has done with each unit's update on the CPU, those before it, and what earlier units copy."""
+    if draft.problem.device_is_host:
+        return [Affine() for _ in draft.choices]
+    ms, before, slowed = draft.ms(dram_ms(draft.problem, 1.0)), Affine(), list[Affine]()
+    for u in range(len(draft.choices)):
+        slowed.append(before + _update_ms(draft, u) + 2 * ms * _cpu_nvme_bytes(draft, u))
+        after = draft.model.add_var()
+        draft.model.add_at_least(after, before + _update_ms(draft, u) + ms * _sweep_bytes(draft, u))
+        before = after
+    return slowed
+
+
 def _updates_ms(draft: Draft) -> Affine:
     """Return how long updates on the CPU keep DRAM busy."""
+    return total(_update_ms(draft, u) for u in range(len(draft.choices)))
 
-    def update_ms(unit: UnitCost, lane: Lane) -> float:
-        return draft.ms(update_dram_ms(draft.problem, unit)) if lane.update == CPU and unit.num_params else 0.0
 
-    pairs = zip(draft.problem.units, draft.choices, strict=True)
-    return total(choice.lane(lambda lane, unit=unit: update_ms(unit, lane)) for unit, choice in pairs)  # type: ignore[misc]
+def _update_ms(draft: Draft, u: int) -> Affine:
+    unit = draft.problem.units[u]
+    ms = draft.ms(update_dram_ms(draft.problem, unit))
+    return draft.choices[u].lane(lambda lane: ms if lane.update == CPU and unit.num_params else 0.0)
+
+
+def _cpu_nvme_bytes(draft: Draft, u: int) -> Affine:
+    """Return what the CPU's update of a unit reads from NVMe, and writes there."""
+    unit = draft.problem.units[u]
+    return draft.choices[u].lane(lambda lane: _update_bytes(unit, lane) if lane.update == CPU else 0)
 
 
 def _sweep_bytes(draft: Draft, u: int) -> Affine:

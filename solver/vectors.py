@@ -22,7 +22,7 @@ TIMES = (
     *("visit", "cpu_reads", "cpu_writes", "forward", "backward", "offload_boundary", "offload_residuals", "fetch"),
     *("spill_boundary", "spill_residuals", "unspill_boundary", "unspill_residuals"),
 )
-NAMES = (*FLAGS, *TIMES, "sweep_ms", "dram_ms")
+NAMES = (*FLAGS, *TIMES, "cpu_dram_ms", "sweep_ms", "dram_ms")
 
 
 class Lookup:
@@ -123,6 +123,7 @@ class Tables:
             "spill_residuals": write_ms(problem, spilled[1]),
             "unspill_boundary": read_ms(problem, spilled[0]),
             "unspill_residuals": read_ms(problem, spilled[1]),
+            "cpu_dram_ms": update_ms + dram_ms(problem, on_cpu * 2 * on_nvme),
             "sweep_ms": update_ms + dram_ms(problem, sweep_bytes),
             "dram_ms": update_ms + dram_ms(problem, sweep_bytes + backward_bytes),
         }

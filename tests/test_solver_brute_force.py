@@ -172,6 +172,16 @@ def make_corner(name: str) -> tuple[Problem, Plan]:
     return problem, make_plan(problem, units, 2)
 
 
+def test_the_model_reads_weights_behind_an_update_that_copies_slowed() -> None:
+    rates = {"h2d_gbs": 40.0, "d2h_gbs": 40.0, "nvme_read_gbs": 1.0, "nvme_write_gbs": 40.0, "dram_gbs": 3.0}
+    problem = with_fast_blocks(with_room(make_toy_problem(0, num_blocks=9, allow_nvme=True), **rates))
+    long = replace(problem.head, points=tuple(replace(p, backward_ms=1e3) for p in problem.head.points))
+    problem = replace(problem, head=long, num_microbatches=1)  # so that DRAM does not bind the whole step
+    plan = make_plan(problem, [STAYS, *[VISITS] * 8, CPU_ON_NVME, STAYS], 2)
+    step_ms = simulate_step_ms(problem, plan)
+    assert model_step_ms(problem, plan, 10 * step_ms) == pytest.approx(step_ms, rel=AGREEMENT)
+
+
 def with_fast_blocks(problem: Problem) -> Problem:
     """Return the problem with compute and updates that are seldom waited for."""
     blocks = []
