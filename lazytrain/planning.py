@@ -25,10 +25,11 @@ CHUNK_TOKENS_CUDA = 16384
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
-# How much longer a step is where too little is left for the allocator's fragments: it gives all free memory back and
-# takes it anew, one to four times a step, and the device and the next loads wait. On an H200 that took 75 ms where the
-# largest tensor has 3.1 GB, and 100 to 160 where it has 2.2.
-BRIM_MS_PER_GB = 50.0
+# Room for the allocator's fragments, in tensors as large as a step's largest. With less it gives all free memory back
+# and takes it anew, up to four times a step, and the device and the next loads wait for that. On an H200 no plan with
+# 1.5 did so; with 1 to 1.2 it took 30 to 70 ms a step, with next to nothing 75 to 160 (tensors of 2.2 and 3.1 GB).
+ROOM_TENSORS = 1.5
+REFILL_MS_PER_GB = 33.0  # of that room which is missing
 
 
 class Planned(NamedTuple):
@@ -94,8 +95,7 @@ def plan_from_file(path: Path, profiler: Profiler) -> Planned:
 def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS) -> Planned | None:
     """Return the fastest of the solved plans of some problems, variants of one; None where nothing fits any.
 
-    Plans that leave room on the device for the largest tensor once more are preferred: without it the allocator finds
-    no hole for that tensor, see `BRIM_MS_PER_GB`.
+    Plans that leave room on the device for the allocator's fragments are preferred, see `ROOM_TENSORS`.
 
     Args:
         time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known.
@@ -107,14 +107,13 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     best_ms = math.inf
     for problem, roomy, tried in tries:
         fills = tried is not roomy
-        brim_ms = BRIM_MS_PER_GB * largest_tensor_bytes(problem) / 1e9
         limit_s = time_limit_s / 2 if fills and best is not None else time_limit_s
-        result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms - brim_ms * fills)
+        result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms)
         if result.plan is None:
             continue
         assert result.plan.predicted is not None
-        is_full = result.plan.predicted.device_peak_bytes > roomy.hardware.device_memory_bytes
-        step_ms = result.plan.predicted.step_ms + brim_ms * is_full
+        missing = max(0, result.plan.predicted.device_peak_bytes - roomy.hardware.device_memory_bytes)
+        step_ms = result.plan.predicted.step_ms + REFILL_MS_PER_GB * missing / 1e9
         if step_ms < best_ms:
             plan = replace(result.plan, problem_digest=problem.digest)
             best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
@@ -122,13 +121,13 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
 
 
 def _with_room(problem: Problem) -> Problem:
-    """Return the problem with less of the device's memory: what is left has room for the largest tensor of a step.
+    """Return the problem with less of the device's memory: what is left has room for the allocator's fragments.
 
     What a limit loses to fragments anyway counts. The problem itself, where that is enough, and where the device is the
     host's own RAM, which is not cut up.
     """
     limit = problem.hardware.device_memory_bytes
-    roomy = max(1, int(limit / LIMIT_SHARE) - largest_tensor_bytes(problem))
+    roomy = max(1, int(limit / LIMIT_SHARE) - int(ROOM_TENSORS * largest_tensor_bytes(problem)))
     if problem.device_is_host or roomy >= limit:
         return problem
     return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=roomy))
