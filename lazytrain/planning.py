@@ -98,38 +98,54 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     Plans that leave room on the device for the allocator's fragments are preferred, see `ROOM_TENSORS`.
 
     Args:
-        time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known.
+        time_limit_s: for each problem; half as much again to fill the device where a plan that leaves room is known,
+            and to fill half of that room, where that may be best.
     """
-    given = [(problem, _with_room(problem)) for problem in problems if problem is not None]
-    tries = [(problem, roomy, roomy) for problem, roomy in given]
-    tries += [(problem, roomy, problem) for problem, roomy in given if roomy is not problem]
+    given = [problem for problem in problems if problem is not None]
     best: Planned | None = None
     best_ms = math.inf
-    for problem, roomy, tried in tries:
-        fills = tried is not roomy
-        limit_s = time_limit_s / 2 if fills and best is not None else time_limit_s
-        result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms)
-        if result.plan is None:
-            continue
-        assert result.plan.predicted is not None
-        missing = max(0, result.plan.predicted.device_peak_bytes - roomy.hardware.device_memory_bytes)
-        step_ms = result.plan.predicted.step_ms + REFILL_MS_PER_GB * missing / 1e9
-        if step_ms < best_ms:
-            plan = replace(result.plan, problem_digest=problem.digest)
-            best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
+    full_ms = dict.fromkeys(range(len(given)), math.inf)
+    for filled in (0.0, 1.0, 0.5):  # of the room
+        for i, problem in enumerate(given):
+            leaves, tried = _with_room(problem), _with_room(problem, filled)
+            room_bytes = tried.hardware.device_memory_bytes - leaves.hardware.device_memory_bytes
+            # A plan that fills half of it is hardly faster than one that fills all.
+            if (filled and not room_bytes) or (filled == 0.5 and full_ms[i] + _refills_ms(room_bytes) >= best_ms):
+                continue
+            limit_s = time_limit_s / 2 if filled and best is not None else time_limit_s
+            result = solve(tried, time_limit_s=limit_s, rival_ms=best_ms)
+            if result.plan is None:
+                continue
+            assert result.plan.predicted is not None
+            if filled == 1.0:
+                full_ms[i] = result.plan.predicted.step_ms
+            missing_bytes = result.plan.predicted.device_peak_bytes - leaves.hardware.device_memory_bytes
+            step_ms = result.plan.predicted.step_ms + _refills_ms(missing_bytes)
+            if step_ms < best_ms:
+                plan = replace(result.plan, problem_digest=problem.digest)
+                best, best_ms = Planned(plan, problem, replace(result, plan=plan)), step_ms
     return best
 
 
-def _with_room(problem: Problem) -> Problem:
+def _refills_ms(missing_bytes: int) -> float:
+    """Return how much longer a step is where so much of the room is missing."""
+    return REFILL_MS_PER_GB * max(0, missing_bytes) / 1e9
+
+
+def _with_room(problem: Problem, filled: float = 0.0) -> Problem:
     """Return the problem with less of the device's memory: what is left has room for the allocator's fragments.
 
     What a limit loses to fragments anyway counts. The problem itself, where that is enough, and where the device is the
     host's own RAM, which is not cut up.
+
+    Args:
+        filled: how much of that room is not left.
     """
     limit = problem.hardware.device_memory_bytes
     roomy = max(1, int(limit / LIMIT_SHARE) - int(ROOM_TENSORS * largest_tensor_bytes(problem)))
-    if problem.device_is_host or roomy >= limit:
+    if problem.device_is_host or roomy >= limit or filled == 1.0:
         return problem
+    roomy += int(filled * (limit - roomy))
     return replace(problem, hardware=replace(problem.hardware, device_memory_bytes=roomy))
 
 

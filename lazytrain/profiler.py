@@ -186,10 +186,11 @@ class Profiler:
         cost = next(cost for cost in costs if cost.kind == largest)
         unit = next(unit for unit in self.model.units if unit.kind == largest)
         layout = self.settings.layout(owned_params(self.model, unit), self.dtype)
-        params = random_unit_params(unit, self.device, self.dtype) if largest in made else {}
+        launches = self.device.type == "cuda" and largest in made
+        params = random_unit_params(unit, self.device, self.dtype) if launches else {}
 
         def launch() -> object:
-            return made[largest].forward(params, x_btd, ctx) if largest in made else None
+            return made[largest].forward(params, x_btd, ctx) if launches else None
 
         return measure_machine(
             self.device,

@@ -6,18 +6,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-NUM_ROUNDS, ROUND_S = 3, 0.6
+NUM_ROUNDS, ROUND_S, MAX_S = 3, 0.6, 15.0
+# What a round has at least, however slow a machine is.
+MIN_UPDATES, MIN_BURSTS = 3, 4
+BURST_BYTES = 64 << 20  # smaller copies are timed together
+QUEUED_BURSTS = 2
 # How much of the time the link copies to the device, and from it. In steps that updates on the CPU bound it was 0.3
 # of both, in those that the link bounds 0.9 to 1 and 0.5 to 0.95; in a backward sweep it may be all of both.
 LIGHT, HEAVY, FULL = (0.25, 0.25), (1.0, 0.7), (1.0, 1.0)
-QUEUED_COPIES = 2
 LEAST_LOSS = 0.02  # of updates beside heavy traffic; less is noise
 
 
@@ -71,7 +74,7 @@ class StepLoad:
     update: Callable[[], object]
 
     def measure(self, seconds: float, shares: tuple[float, float], *, updates: bool) -> Rates:
-        """Run it so long; the device computes about half of the time.
+        """Run it so long, and till there is something to measure; the device computes about half of the time.
 
         Args:
             shares: of the time in which each direction copies; it rests in between.
@@ -79,48 +82,55 @@ class StepLoad:
         there, away = (torch.empty_like(pieces[0], device=self.device) for pieces in (self.host, self.back))
         lanes = [_Lane([(there, piece) for piece in self.host]), _Lane([(piece, away) for piece in self.back])]
         stopped, times_s = threading.Event(), list[float]()
-        with ThreadPoolExecutor(3, thread_name_prefix="step load") as pool:
-            start_s = time.perf_counter()
-            running = [
-                pool.submit(lane.copy_on, self.device, stopped, share)
-                for lane, share in zip(lanes, shares, strict=True)
-            ]
-            if updates:
-                running.append(pool.submit(self._update_on, stopped, times_s))
+        with ThreadPoolExecutor(len(lanes) + 1, thread_name_prefix="step load") as pool:
+            running, start_s = list[Future[None]](), time.perf_counter()
             try:
-                while time.perf_counter() - start_s < seconds:
-                    begin_s = time.perf_counter()
-                    self.launch()
-                    torch.cuda.current_stream(self.device).synchronize()
-                    stopped.wait(time.perf_counter() - begin_s)
-                copied_gb_s = sum(lane.copied_gb for lane in lanes) / (time.perf_counter() - start_s)
+                for lane, share in zip(lanes, shares, strict=True):
+                    running.append(pool.submit(lane.copy_on, self.device, stopped, share))
+                if updates:
+                    running.append(pool.submit(self._update_on, stopped, times_s))
+                while (
+                    time.perf_counter() - start_s < seconds
+                    or min(lane.num_bursts for lane in lanes) < MIN_BURSTS
+                    or (updates and len(times_s) < MIN_UPDATES)
+                ) and not any(future.done() for future in running):
+                    self._launch_and_rest(stopped)
+                beside = times_s[:]  # what ends later runs beside less
             finally:
                 stopped.set()
             for future in running:
                 future.result()
-        update_s = statistics.mean(times_s[:-1] or times_s or [0.0])  # beside the last one the copies end
-        return Rates(lanes[0].gbs, lanes[1].gbs, update_s * 1e3, copied_gb_s * update_s)
+        update_s = statistics.mean(beside) if updates else 0.0
+        return Rates(lanes[0].gbs, lanes[1].gbs, update_s * 1e3, sum(lane.mean_gbs for lane in lanes) * update_s)
 
     def measure_loaded(self) -> LoadedRates:
         """Measure without updates, and with them beside light and heavy traffic: in turns, as a machine has moods."""
-        kinds = ((FULL, False), (LIGHT, True), (HEAVY, True))
-        rounds = [
-            [self.measure(ROUND_S, shares, updates=updates) for shares, updates in kinds]
-            for _ in range(1 + NUM_ROUNDS)  # the first one touches all memory
-        ]
+        kinds, rounds, start_s = ((FULL, False), (LIGHT, True), (HEAVY, True)), list[list[Rates]](), time.perf_counter()
+        # The first round touches all memory. A slow machine's rounds are long, and fewer of them will do.
+        while len(rounds) < 2 or (len(rounds) < 1 + NUM_ROUNDS and time.perf_counter() - start_s < MAX_S):
+            rounds.append([self.measure(ROUND_S, shares, updates=updates) for shares, updates in kinds])
         quiet, light, heavy = (_mean(rates) for rates in zip(*rounds[1:], strict=True))
-        longer_ms = max(heavy.update_ms - light.update_ms, LEAST_LOSS * light.update_ms)
-        dram_gbs = max(1e-3, heavy.update_gb - light.update_gb) / longer_ms * 1e3
+        loss_ms = max(heavy.update_ms - light.update_ms, LEAST_LOSS * light.update_ms)
+        more_gb = heavy.update_gb - light.update_gb
+        if more_gb < heavy.update_gb / 4:  # a link so slow that updates do not tell one traffic from the other
+            loss_ms, more_gb = LEAST_LOSS * light.update_ms, heavy.update_gb
         return LoadedRates(
             h2d_gbs=heavy.h2d_gbs,
             d2h_gbs=heavy.d2h_gbs,
             quiet_gbs=max(heavy.h2d_gbs, min(quiet.h2d_gbs, quiet.d2h_gbs)),
-            update_ms=max(light.update_ms / 2, light.update_ms - light.update_gb / dram_gbs * 1e3),
-            dram_gbs=dram_gbs,
+            update_ms=max(light.update_ms / 2, light.update_ms - loss_ms * light.update_gb / more_gb),
+            dram_gbs=more_gb / loss_ms * 1e3,
         )
 
+    def _launch_and_rest(self, stopped: threading.Event) -> None:
+        begin_s, end = time.perf_counter(), torch.cuda.Event(blocking=True)
+        self.launch()
+        end.record()
+        end.synchronize()
+        stopped.wait(max(1e-3, time.perf_counter() - begin_s))
+
     def _update_on(self, stopped: threading.Event, times_s: list[float]) -> None:
-        while not (stopped.is_set() and times_s):
+        while not stopped.is_set():
             start_s = time.perf_counter()
             self.update()
             times_s.append(time.perf_counter() - start_s)
@@ -131,44 +141,56 @@ def _mean(rates: Sequence[Rates]) -> Rates:
 
 
 class _Lane:
-    """Copies of one direction: what was copied, in 1e9 bytes, and its rate."""
+    """Copies of one direction.
+
+    Attributes:
+        num_bursts: how many have ended.
+        gbs: the rate while it copies; mean_gbs: its rests included.
+    """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._turns = itertools.cycle(pairs)
-        self._copy_gb = pairs[0][0].numel() * pairs[0][0].element_size() / 1e9
+        piece_bytes = pairs[0][0].numel() * pairs[0][0].element_size()
+        self._turns, self._num_copies = itertools.cycle(pairs), max(1, BURST_BYTES // piece_bytes)
+        self._burst_gb = self._num_copies * piece_bytes / 1e9
         self._queued: deque[tuple[Any, Any]] = deque()
-        self._busy_ms, self.copied_gb = 0.0, 0.0
+        self._busy_ms, self._seconds, self.num_bursts = 0.0, 0.0, 0
 
     @property
     def gbs(self) -> float:
-        """Return the rate while it copies."""
-        return self.copied_gb / max(self._busy_ms, 1e-6) * 1e3
+        return self.num_bursts * self._burst_gb / self._busy_ms * 1e3
+
+    @property
+    def mean_gbs(self) -> float:
+        return self.num_bursts * self._burst_gb / self._seconds
 
     def copy_on(self, device: torch.device, stopped: threading.Event, share: float) -> None:
-        """Copy until told to stop; nobody waits for what is queued then."""
+        """Copy until told to stop, and count what is queued then as well."""
+        start_s = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream(device)):
             while not stopped.is_set():
                 self._copy()
                 if share < 1.0:
                     stopped.wait(self._finish() / 1e3 * (1 / share - 1))
-                elif len(self._queued) > QUEUED_COPIES:
+                elif len(self._queued) > QUEUED_BURSTS:
                     self._finish()
-            torch.cuda.current_stream(device).synchronize()
+            while self._queued:
+                self._finish()
+        self._seconds = time.perf_counter() - start_s
 
     def _copy(self) -> None:
-        target, source = next(self._turns)
         # Whoever waits for it sleeps: a thread that looks again and again would take a core from the updates.
         start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         start.record()
-        target.copy_(source, non_blocking=True)
+        for target, source in itertools.islice(self._turns, self._num_copies):
+            target.copy_(source, non_blocking=True)
         end.record()
         self._queued.append((start, end))
 
     def _finish(self) -> float:
-        """Wait for the oldest copy; return how long it took, in ms."""
+        """Wait for the oldest burst; return how long it took, in ms."""
         start, end = self._queued.popleft()
         end.synchronize()
         took_ms: float = start.elapsed_time(end)
         self._busy_ms += took_ms
-        self.copied_gb += self._copy_gb
+        self.num_bursts += 1
         return took_ms

@@ -164,10 +164,7 @@ def profile_embed(
     """Measure the embed: rows forward, their sum backward, as `GradientSink` makes it."""
     dx_btd, forward_ms = torch.randn_like(x_btd) * 1e-3, timer.median_ms(lambda: model.embed.fn(params, chunk))
     if model.embed_rows is not None:
-        (value,) = params.values()
-        grads_vd, rows, dxs = torch.empty_like(value), [model.embed_rows(chunk)] * num_microbatches, [dx_btd]
-        point = _end_point(forward_ms, lambda: sum_rows_into(grads_vd, rows, dxs * num_microbatches), timer)
-        point = replace(point, backward_ms=point.backward_ms / num_microbatches)
+        point = _rows_point(forward_ms, params, [model.embed_rows(chunk)] * num_microbatches, dx_btd, timer)
     else:
         sums = _make_sums(params)
 
@@ -179,6 +176,14 @@ def profile_embed(
     layout = settings.layout(model.embed.params, dtype)
     cost = _unit_cost(model.embed, layout, x_btd, (point,), settings, timer)
     return replace(cost, boundary_bytes=sum(v.numel() * v.element_size() for v in chunk.values()))
+
+
+def _rows_point(forward_ms: float, params: Params, rows: list[Tensor], dx_btd: Tensor, timer: Timer) -> ResidualPoint:
+    """Return the one point of an embed that looks rows up; a microbatch's share of the sum of all."""
+    (value,) = params.values()
+    grads_vd, dxs = torch.empty_like(value), [dx_btd] * len(rows)
+    point = _end_point(forward_ms, lambda: sum_rows_into(grads_vd, rows, dxs), timer)
+    return replace(point, backward_ms=point.backward_ms / len(rows))
 
 
 def _end_point(forward_ms: float, backward: Callable[[], Any], timer: Timer) -> ResidualPoint:

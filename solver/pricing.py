@@ -55,21 +55,19 @@ class _Machines:
         self._busy = {queue: np.zeros(num) for queue in QUEUES}
         self._sum_ends, self._norm = np.zeros((2, num))  # of a step's spans, each from the norm before
         self._moved, self._early_moved = np.zeros((2, num))  # weights that are loaded, in bytes through DRAM
-        sums_ms = self._has["sweep_ms"].cumsum(axis=0)  # of DRAM, without those loads
+        self._dram_ms, sums_ms = dram_ms(problem, 1.0), self._has["sweep_ms"].cumsum(axis=0)  # without those loads
         self._sweep_ms, self._slowed_ms = sums_ms[-1], sums_ms - self._has["sweep_ms"] + self._has["cpu_dram_ms"]
-        self._start = np.zeros(num)  # of the sweep
-        self._main, self._loader, self._last_store = np.zeros((3, num))
+        self._main, self._loader, self._last_store, self._start = np.zeros((4, num))  # start: of the sweep
         num_slots = layout.spare_slot + 1
         self._owner = np.full(num_slots * num, -1)
         self._slot_use, self._slot_out, self._slot_copied = np.zeros((3, num_slots * num))
         self._buffer_out, self._buffer_copied, self._fetch_use = np.zeros((3, (NUM_BUFFERS + 1) * num))
         self._launched = np.zeros((rows + 1, num))
         self._cpu_done = np.full((rows, num), NEVER)  # NEVER = the device has what the CPU made
-        self._weights_out, self._grads_out, self._weights_write, self._state_write = np.zeros((4, rows, num))
+        self._weights_out, self._grads_out, self._weights_write, self._state_write, self._tickets = np.zeros((5, rows, num))
         self._packs_out, self._packs_written = np.zeros((2, rows, 2, num))
         self._staging = np.zeros((3, 2, num))  # weights, states, spills
         self._turn = np.zeros(num, dtype=bool)
-        self._tickets = np.zeros((rows, num))
         self._in_flight = InFlight(num)
 
     def settle(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,11 +91,10 @@ class _Machines:
 
     def _list_bounds(self) -> np.ndarray:
         busy = dict(self._busy)
-        dram = dram_ms(self._problem, 1.0) * self._moved + self._has["dram_ms"].sum(axis=0)
+        bounds = [self._dram_ms * self._moved + self._has["dram_ms"].sum(axis=0)]
         if self._problem.device_is_host:
-            cores = sum(busy.pop(queue) for queue in (COMPUTE, H2D, D2H, CPU))
-            return np.stack([*busy.values(), dram, cores])
-        return np.stack([*busy.values(), dram])
+            bounds.append(sum(busy.pop(queue) for queue in (COMPUTE, H2D, D2H, CPU)))
+        return np.stack([*busy.values(), *bounds])
 
     def _span(self, queue: str, mask: np.ndarray | None, ms: np.ndarray | float, *after: np.ndarray) -> np.ndarray:
         """Run `ms` on a queue where `mask` says so (None = everywhere), once all of `after` is due."""
@@ -111,10 +108,6 @@ class _Machines:
         self._sum_ends += end - self._norm if mask is None else (end - self._norm) * mask
         return end
 
-    def _loaded_ms(self) -> np.ndarray:
-        """Return how long the loads of weights kept DRAM busy in this sweep so far."""
-        return dram_ms(self._problem, 1.0) * (self._early_moved + self._moved)
-
     def _read(self, mask: np.ndarray, ms: np.ndarray | float, written: np.ndarray) -> None:
         end = self._span(NVME_READ, mask, ms, written, self._loader)
         self._loader = np.where(mask, end, self._loader)
@@ -127,7 +120,8 @@ class _Machines:
         done, slot, buffer = self._cpu_done[u], self._slots[u], self._buffers[u]
         load = done > NEVER
         if pending and some["on_cpu"][u]:
-            done = np.where(load, np.maximum(done, self._start + self._slowed_ms[u] + self._loaded_ms()), NEVER)
+            loaded_ms = self._dram_ms * (self._early_moved + self._moved)
+            done = np.where(load, np.maximum(done, self._start + self._slowed_ms[u] + loaded_ms), NEVER)
             self._loader = np.maximum(self._loader, done if everywhere else np.where(act, done, NEVER))
         if some["streamed"][u]:
             load = np.where(has["streamed"][u], self._owner[slot] != u, load)
@@ -234,7 +228,7 @@ class _Machines:
 
     def _forward(self, pending: bool) -> InFlight:
         has, some, offloads = self._has, self._some, InFlight(len(self._main))
-        everywhere, start = np.ones_like(self._turn), self._main
+        everywhere = np.ones_like(self._turn)
         self._launched[-1] = self._main
         for u in range(self._last + 1):
             self._loader = np.maximum(self._loader, self._launched.take(self._needs[u]))
@@ -254,7 +248,7 @@ class _Machines:
             if u == 1:
                 after.append(self._last_store)
             if u == self._last and pending:
-                after.append(start + self._sweep_ms + self._loaded_ms())
+                after.append(self._start + self._sweep_ms + self._dram_ms * (self._early_moved + self._moved))
             done = self._span(COMPUTE, None, has["forward"][u], *after)
             if u == self._last:
                 self._deliver(u, done)

@@ -6,7 +6,8 @@ when its queue, what it waits for and the thread that issues it are ready. Times
 Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write. On a machine without a device
 (`device_is_host`) the first four share the cores, so that they take turns.
 
-The host's DRAM is shared by the updates on the CPU, each of which keeps it busy, and by every copy: a forward sweep is
+The host's DRAM is shared by the updates on the CPU, each of which keeps it busy, and by every copy: an update ends no
+sooner than DRAM is done with all updates up to it and all copies so far, and the load behind it waits; a forward sweep is
 as long as DRAM needs for both, and the head starts then. In backward no update runs, and the link alone is slower.
 
 The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the

@@ -258,6 +258,31 @@ class TestLoadedMachine:
             assert profiler._updated_on_host(unit).cpu_update_ms == pytest.approx(unit.num_params / 5e6)
 
 
+def test_the_load_is_that_of_the_largest_block_with_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = list[links.Work]()
+    real = links.measure_machine
+
+    def measure(*args: Any, work: links.Work, **kwargs: Any) -> Hardware:
+        works.append(work)
+        return real(*args, work=work, **kwargs)
+
+    monkeypatch.setattr("lazytrain.profiler.measure_machine", measure)
+    model = make_profiler().model
+    (table,) = model.embed.params.values()
+    wide = replace(table, shape=(10 * table.shape[0], *table.shape[1:]))
+    profiler = make_profiler(model=replace(model, embed=replace(model.embed, params={"table": wide})))
+    problem = profiler.problem(1)
+    embed, block = problem.embed, problem.blocks[0]
+    assert embed.num_params > block.num_params
+    assert works[0].num_params == block.num_params
+    assert works[0].update_ms == (block.cpu_update_ms, block.device_update_ms)
+    bare = tuple(replace(unit, params={}, fn=lambda params, x, ctx: 2 * x) for unit in profiler.model.blocks)
+    make_profiler(model=replace(profiler.model, blocks=bare)).problem(1)
+    assert works[1].num_params == embed.num_params, "no block has any"
+    works[1].update()
+    assert works[1].launch() is None
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_is_measured_under_the_load_of_a_block() -> None:
     profiler = make_profiler(device=torch.device("cuda"), dtype=torch.bfloat16)
