@@ -12,6 +12,7 @@ from lazytrain.solver.memory import (
     boundary_bytes,
     chunk_sum_bytes,
     embed_sum_bytes,
+    first_sums_bytes,
     residual_bytes,
     sum_bytes,
 )
@@ -96,12 +97,18 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
         total(later[1:]) + 2 * min(inputs[1:]) + least_work,
         everything + inputs[last] + one_more + work[last] + sums[last] + tied,
         everything + inputs[last] + one_more + waiting[last] + sums[last] + tied,
-        everything + waiting[last] + ring + flow + least_work + min(sums[1:last]) + tied,
-        total(waiting[1:]) + ring + flow + least_work + min(sums[1:last]) + tied,
         2 * min(inputs[1:]) + own_forward,
-        ring + flow + min(sums[1:last]) + own_backward,
+        flow + own_backward,
         total(waiting) + ring + least_input + work[0] + to_host[0] * (leaving_sum - staying_sum) + staying_sum,
     ]
+    k, first = _add_first_kept(draft, kinds)
+    backward = Affine(constant=flow + least_work + tied)
+    for c, num_bytes in enumerate(first_sums_bytes(problem, units[k])):
+        positions.append(everything - first * (c / num) + waiting[last] + backward + size(num_bytes))
+    if sum(counts[1:-1]) > 1:  # in the others than the first there is all that blocks before them left
+        backward = backward + ring + min(sums[1:last])
+        positions.append(everything - first + waiting[last] + backward)
+    positions.append(total(waiting[1:]) + backward)
     host, nvme = _sum_far(draft, HOST), _sum_far(draft, NVME)
     hardware = problem.hardware
     for need in positions:
@@ -111,6 +118,27 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
     model.add_at_most(host, size(hardware.host_memory_bytes))
     if nvme.terms:
         model.add_at_most(nvme, size(hardware.nvme_bytes))
+
+
+def _add_first_kept(draft: Draft, kinds: Sequence[Group]) -> tuple[int, Affine]:
+    """Return the kind of the block whose backward comes first, and at least what that one keeps on the device."""
+    k = max(range(1, len(kinds) - 1), key=lambda k: max(kinds[k].members))
+    unit, choice, parts, shares = kinds[k].unit, draft.choices[k], list[Affine](), list[Affine]()
+
+    def add_share(count: Affine) -> Affine:
+        share = draft.model.add_var(upper=1.0)
+        draft.model.add_at_most(share - count, 0.0)
+        return share
+
+    for place, count in choice.boundaries:
+        if place == DEVICE:
+            parts.append(add_share(count) * draft.size(boundary_bytes(draft.problem, unit)))
+    for keep, count in choice.keeps:
+        if keep.place == DEVICE:
+            shares.append(add_share(count))
+            parts.append(shares[-1] * draft.size(residual_bytes(draft.problem, unit, keep.point)))
+    draft.model.add_at_most(total(shares), 1.0)
+    return k, total(parts)
 
 
 def _add_buffers(draft: Draft, users: Sequence[tuple[Affine, float, int]], depth: int) -> Affine:

@@ -15,6 +15,7 @@ from lazytrain.solver.memory import (
     boundary_bytes,
     chunk_sum_bytes,
     embed_sum_bytes,
+    first_sums_bytes,
     residual_bytes,
     sum_bytes,
 )
@@ -157,9 +158,13 @@ def _device_positions(draft: Draft) -> list[Affine]:
     for u in range(1, last):
         cotangent = max(align(units[u].boundary_bytes), align(units[u + 1].boundary_bytes))
         flow = draft.size(num * cotangent + align(units[u].boundary_bytes))
-        waiting = grads_before[last] - grads_before[u]
-        sums = draft.size(chunk_sum_bytes(problem, units[u]))
-        positions.append(work[u] + waiting + kept_before[u + 1] + edge + ring + (flow + sums + tied))
+        needs = work[u] + (grads_before[last] - grads_before[u]) + kept_before[u + 1] + edge + (flow + tied)
+        if u < last - 1:
+            positions.append(needs + ring + draft.size(chunk_sum_bytes(problem, units[u])))
+            continue
+        own_store = stores[u][0] * stores[u][1]
+        for c, num_bytes in enumerate(first_sums_bytes(problem, units[u])):
+            positions.append(needs + own_store + draft.size(num_bytes) - kept[u] * (c / num))
     embed_sum = stores[0][0] * (leaving_sum - staying_sum) + staying_sum
     positions.append(work[0] + all_grads + ring + embed_sum + inputs[1])
     return positions

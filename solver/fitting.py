@@ -16,6 +16,7 @@ from lazytrain.solver.memory import (
     boundary_bytes,
     chunk_sum_bytes,
     embed_sum_bytes,
+    first_sums_bytes,
     moved_bytes,
     sum_bytes,
     work_out,
@@ -61,9 +62,9 @@ class Fitter:
         self._embed, self._embed_sums = inputs[1] + work, embed_sum_bytes(problem)
         self._head, self._head_work = inputs[-1] + sizes[-1] + sums[-1] + tied, problem.head.points[0].workspace_bytes
         self._forward = np.array([inputs[u] + inputs[u + 1] for u in blocks])[:, None]
-        self._backward = np.array([num * max(sizes[u], sizes[u + 1]) + sizes[u] + sums[u] + tied for u in blocks])[
-            :, None
-        ]
+        self._backward = np.array([num * max(sizes[u], sizes[u + 1]) + sizes[u] + tied for u in blocks])[:, None]
+        self._sums = np.array([sums[u] for u in blocks])[:, None]
+        self._first_sums = np.array(first_sums_bytes(problem, self._units[-2]))[:, None]
 
     def measure(self, many: Sequence[Decisions]) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak of the device's memory and the bytes that are missing over all tiers, per plan."""
@@ -88,7 +89,11 @@ class Fitter:
         behind = ahead[inner] - edge
         again = parts["again"][inner].cumsum(axis=0)  # since the last boundary that was kept
         again = again - np.maximum.accumulate(np.where(parts["again"][inner] > 0, 0, again), axis=0)
-        backward = behind + kept + again + self._backward + parts["workspace"][inner] + ring + edge
+        summed = self._sums + ring
+        own_kept = parts["kept"][-2] + parts["again"][-2]  # of the block whose backward comes first
+        passed = np.arange(len(self._first_sums))[:, None] * own_kept // self._problem.num_microbatches
+        summed[-1] = (self._first_sums - passed).max(axis=0) + parts["host_grads"][-2]
+        backward = behind + kept + again + self._backward + parts["workspace"][inner] + summed + edge
         positions = [
             later[0] + stored + self._embed,
             (forward + in_flight).max(axis=0),

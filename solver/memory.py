@@ -15,7 +15,8 @@ Every tensor and buffer is rounded up to 512 bytes. M is the number of microbatc
     device, again     + kept and regained boundaries + cotangents of all chunks + grads that wait + 2 grad buffers
                       + workspace
     device, backward  + kept boundaries and residuals not yet consumed + cotangents of all chunks and one more
-                      + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace
+                      + grads that wait for the norm + the sum over chunks where M > 1 + 2 grad buffers + workspace;
+                      in the first block's no sum and no buffer of a block before it, and the less, the more have passed
     embed and head    + an fp32 sum of their grads, but for an embed's that is made some columns at a time
     host              weights, states, grads, offloaded things; staging buffers for what lives on NVMe
     nvme              weights and states, each behind a head; spilled things, a file for each chunk
@@ -75,6 +76,15 @@ def chunk_sum_bytes(problem: Problem, unit: UnitCost) -> int:
     if problem.num_microbatches == 2 or is_fp32:
         return align(unit.grad_bytes)
     return sum_bytes(unit) + align(unit.grad_bytes)
+
+
+def first_sums_bytes(problem: Problem, unit: UnitCost) -> tuple[int, ...]:
+    """Return what the sum takes in the block whose backward comes first, while its first, second and third chunk pass.
+
+    No sum of a block before it is there; each chunk that has passed has left its residuals.
+    """
+    sums = (0, align(unit.grad_bytes), chunk_sum_bytes(problem, unit))
+    return sums[: problem.num_microbatches]
 
 
 def embed_sum_bytes(problem: Problem) -> tuple[int, int]:
@@ -191,8 +201,15 @@ class Accountant:
             waiting += part.waiting
             cotangent = max(align(unit.boundary_bytes), align(self._units[i + 2].boundary_bytes))
             own = num * cotangent + align(unit.boundary_bytes) + part.workspace
-            yield self._backward_at[i], waiting + kept + own + sums[i + 1] + ring + edge + tied
-            kept -= part.kept or (inputs[i + 1] if plans[i + 1].boundary == NONE else 0)
+            own_kept = part.kept or (inputs[i + 1] if plans[i + 1].boundary == NONE else 0)
+            summed = sums[i + 1] + ring
+            if (
+                i == len(blocks) - 1
+            ):  # the first: only its own grads leave, and chunks that have passed are kept no more
+                chunks = enumerate(first_sums_bytes(problem, unit))
+                summed = max(num_bytes - c * own_kept // num for c, num_bytes in chunks) + part.host_grads
+            yield self._backward_at[i], waiting + kept + own + summed + edge + tied
+            kept -= own_kept
 
         own = inputs[1] + problem.embed.points[0].workspace_bytes + parts[0].waiting
         yield "embed backward", waiting + own + ring + edge + embed_sum

@@ -7,8 +7,8 @@ Queues (each in order): compute, h2d, d2h, cpu (updates), nvme_read, nvme_write.
 (`device_is_host`) the first four share the cores, so that they take turns.
 
 The host's DRAM is shared by the updates on the CPU, each of which keeps it busy, and by every copy: an update ends no
-sooner than DRAM is done with all updates up to it and all copies so far, and the load behind it waits; a forward sweep is
-as long as DRAM needs for both, and the head starts then. In backward no update runs, and the link alone is slower.
+sooner than DRAM is done with all updates up to it and all copies so far, and the load behind it waits; a forward sweep
+is as long as DRAM needs for both, and the head starts then. In backward no update runs, and the link alone is slower.
 
 The norm of all grads is known at the end of a step, after the one host synchronisation. Updates, and the compute of the
 next step, start only then; stores of grads may still run. What the next step's first units need is loaded before: see

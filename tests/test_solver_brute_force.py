@@ -38,8 +38,8 @@ FAMILIES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"num_blocks": 2, "device_is_host": True}, {"allow_residuals": False}),
     ({"num_blocks": 3}, {"allow_residuals": False, "allow_cpu_update": False}),
     ({"num_blocks": 3}, {"allow_device_update": False}),
-    ({"num_blocks": 2}, {"allow_cpu_update": False}),
-    ({"num_blocks": 1, "num_points": 4}, {"prefetch_depths": (2, 3)}),
+    ({"num_blocks": 2}, {"allow_cpu_update": False, "num_microbatches": 4}),
+    ({"num_blocks": 1, "num_points": 4}, {"prefetch_depths": (2, 3), "num_microbatches": 3}),
     ({"num_blocks": 1, "allow_nvme": True}, {"allow_residuals": False}),
     ({"num_blocks": 4}, {"allow_residuals": False, "allow_device_update": False, "prefetch_depths": (2, 3)}),
 )

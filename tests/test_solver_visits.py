@@ -62,6 +62,26 @@ def test_memory_counts_regained_boundaries_while_they_live() -> None:
         assert f"forward again {name}" in lean or i == 3
 
 
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_the_first_backward_has_no_sum_of_a_block_before_it(num: int) -> None:
+    """While chunk c passes, c chunks' residuals are gone, and there is what the chunks before it summed to."""
+    problem = replace(plans([RESIDENT] * 4)[0], num_microbatches=num)
+    last, grads = problem.blocks[-1], align(problem.blocks[-1].grad_bytes)
+    sums = (0, grads, grads + align(4 * last.num_params))[:num]  # as they are, then in fp32 beside the new ones
+    keeps = replace(RESIDENT, residual_point=1, residuals="device")
+
+    def measure(plan: UnitPlan, point: int) -> int:
+        """Return what kept chunks and sums take."""
+        usage = account(problem, make_plan(problem, [RESIDENT] * 4 + [plan, RESIDENT], 2))
+        return dict(usage.device)[f"backward {last.name}"] - last.points[point].workspace_bytes
+
+    def expect(chunk: int) -> int:
+        return max((num - c) * chunk + total for c, total in enumerate(sums))
+
+    boundary, residuals = align(last.boundary_bytes), align(last.points[1].residual_bytes)
+    assert measure(keeps, 1) - measure(RESIDENT, 0) == expect(boundary + residuals) - expect(boundary)
+
+
 @pytest.mark.parametrize(
     ("blocks", "reason"),
     [
