@@ -64,12 +64,10 @@ class _Machines:
         self._buffer_out, self._buffer_copied, self._fetch_use = np.zeros((3, (NUM_BUFFERS + 1) * num))
         self._launched = np.zeros((rows + 1, num))
         self._cpu_done = np.full((rows, num), NEVER)  # NEVER = the device has what the CPU made
-        self._weights_out, self._grads_out, self._weights_write, self._state_write, self._tickets = np.zeros(
-            (5, rows, num)
-        )
+        self._weights_out, self._grads_out, self._weights_write, self._state_write = np.zeros((4, rows, num))
         self._packs_out, self._packs_written = np.zeros((2, rows, 2, num))
         self._staging = np.zeros((3, 2, num))  # weights, states, spills
-        self._turn = np.zeros(num, dtype=bool)
+        self._turn, self._tickets = np.zeros(num, dtype=bool), np.zeros((rows, num))
         self._in_flight = InFlight(num)
 
     def settle(self) -> tuple[np.ndarray, np.ndarray]:
