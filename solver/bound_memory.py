@@ -121,7 +121,7 @@ def add_memory(draft: Draft, kinds: Sequence[Group]) -> None:
 
 
 def _add_first_kept(draft: Draft, kinds: Sequence[Group]) -> tuple[int, Affine]:
-    """Return the kind of the block whose backward comes first, and at least what that one keeps on the device."""
+    """Return the kind of the block whose backward comes first, and what that one may keep on the device."""
     k = max(range(1, len(kinds) - 1), key=lambda k: max(kinds[k].members))
     unit, choice, parts, shares = kinds[k].unit, draft.choices[k], list[Affine](), list[Affine]()
 
