@@ -104,7 +104,7 @@ def solve_problem(*problems: Problem | None, time_limit_s: float = PLAN_SECONDS)
     given = [problem for problem in problems if problem is not None]
     best: Planned | None = None
     best_ms = math.inf
-    full_ms = dict.fromkeys(range(len(given)), math.inf)
+    full_ms = [math.inf] * len(given)
     for filled in (0.0, 1.0, 0.5):  # of the room
         for i, problem in enumerate(given):
             leaves, tried = _with_room(problem), _with_room(problem, filled)

@@ -180,17 +180,15 @@ class Profiler:
         self, costs: Sequence[UnitCost], made: Mapping[str, BlockPrograms], x_btd: Tensor, ctx: Context, timer: Timer
     ) -> Hardware:
         """Measure the machine under the load of the largest block; of the largest unit, if no block has parameters."""
-        sizes = {cost.kind: cost.num_params for cost in costs}
-        blocks = {kind: sizes[kind] for kind in made if sizes[kind]} or sizes
-        largest = max(blocks, key=lambda kind: blocks[kind])
-        cost = next(cost for cost in costs if cost.kind == largest)
-        unit = next(unit for unit in self.model.units if unit.kind == largest)
+        blocks = [cost for cost in costs if cost.kind in made and cost.num_params]
+        cost = max(blocks or costs, key=lambda cost: cost.num_params)
+        unit = next(unit for unit in self.model.units if unit.kind == cost.kind)
         layout = self.settings.layout(owned_params(self.model, unit), self.dtype)
-        launches = self.device.type == "cuda" and largest in made
-        params = random_unit_params(unit, self.device, self.dtype) if launches else {}
+        program = made.get(unit.kind) if self.device.type == "cuda" else None
+        params = random_unit_params(unit, self.device, self.dtype) if program else {}
 
         def launch() -> object:
-            return made[largest].forward(params, x_btd, ctx) if launches else None
+            return program.forward(params, x_btd, ctx) if program else None
 
         return measure_machine(
             self.device,

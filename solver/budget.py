@@ -132,9 +132,9 @@ def _device_positions(draft: Draft) -> list[Affine]:
     at_once = [pick_lane(draft, u, weights=DEVICE, states=DEVICE) * size for u, size in enumerate(sizes)]
     later = [grads[u] - at_once[u] for u in range(last + 1)]
     kept = [_moved(draft, u, (DEVICE,)) for u in range(last + 1)]
-    kept_before = _add_running_sums(draft, kept)
-    grads_before = _add_running_sums(draft, grads)
-    later_before = _add_running_sums(draft, later)
+    kept_before = draft.model.add_running_sums(kept)
+    grads_before = draft.model.add_running_sums(grads)
+    later_before = draft.model.add_running_sums(later)
     all_grads, all_later = grads_before[-1], later_before[-1]
     inputs = [draft.size(boundary_bytes(problem, unit)) for unit in units]
     work = [_workspace(draft, u) for u in range(last + 1)]
@@ -168,19 +168,6 @@ def _device_positions(draft: Draft) -> list[Affine]:
     embed_sum = stores[0][0] * (leaving_sum - staying_sum) + staying_sum
     positions.append(work[0] + all_grads + ring + embed_sum + inputs[1])
     return positions
-
-
-def _add_running_sums(draft: Draft, parts: list[Affine]) -> list[Affine]:
-    """Return the sums of the parts before each position, and of all; variables, so that rows stay short."""
-    sums = [Affine()]
-    for part in parts:
-        if part.terms:
-            following = draft.model.add_var()
-            draft.model.add_equal(following - sums[-1] - part)
-            sums.append(following)
-        else:
-            sums.append(sums[-1] + part)
-    return sums
 
 
 def _workspace(draft: Draft, u: int) -> Affine:

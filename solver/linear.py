@@ -139,6 +139,18 @@ class LinearModel:
         """Add the row expression == bound."""
         self.add_at_most(expression, bound, equal=True)
 
+    def add_running_sums(self, parts: Iterable[Affine]) -> list[Affine]:
+        """Return the sums of the parts before each position, and of all; variables, so that rows stay short."""
+        sums = [Affine()]
+        for part in parts:
+            if part.terms:
+                following = self.add_var()
+                self.add_equal(following - sums[-1] - part)
+                sums.append(following)
+            else:
+                sums.append(sums[-1] + part)
+        return sums
+
     def matrix(self) -> tuple[sparse.csr_array, np.ndarray, np.ndarray]:
         """Return (a, b, is_equal): rows a·x <= b, or == b where `is_equal`."""
         shape = (len(self._bounds), len(self.lower))

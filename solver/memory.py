@@ -203,9 +203,8 @@ class Accountant:
             own = num * cotangent + align(unit.boundary_bytes) + part.workspace
             own_kept = part.kept or (inputs[i + 1] if plans[i + 1].boundary == NONE else 0)
             summed = sums[i + 1] + ring
-            if (
-                i == len(blocks) - 1
-            ):  # the first: only its own grads leave, and chunks that have passed are kept no more
+            if i == len(blocks) - 1:
+                # The first: only its own grads leave, and chunks that have passed are kept no more.
                 chunks = enumerate(first_sums_bytes(problem, unit))
                 summed = max(num_bytes - c * own_kept // num for c, num_bytes in chunks) + part.host_grads
             yield self._backward_at[i], waiting + kept + own + summed + edge + tied

@@ -31,13 +31,10 @@ def slowed_updates(draft: Draft) -> list[Affine]:
     """Return when DRAM has done with each unit's update on the CPU, those before it, and what earlier units copy."""
     if draft.problem.device_is_host:
         return [Affine() for _ in draft.choices]
-    ms, before, slowed = draft.ms(dram_ms(draft.problem, 1.0)), Affine(), list[Affine]()
-    for u in range(len(draft.choices)):
-        slowed.append(before + _update_ms(draft, u) + 2 * ms * _cpu_nvme_bytes(draft, u))
-        after = draft.model.add_var()
-        draft.model.add_at_least(after, before + _update_ms(draft, u) + ms * _sweep_bytes(draft, u))
-        before = after
-    return slowed
+    ms, units = draft.ms(dram_ms(draft.problem, 1.0)), range(len(draft.choices))
+    updates = [_update_ms(draft, u) for u in units]
+    before = draft.model.add_running_sums(updates[u] + ms * _sweep_bytes(draft, u) for u in units)
+    return [before[u] + updates[u] + 2 * ms * _cpu_nvme_bytes(draft, u) for u in units]
 
 
 def _updates_ms(draft: Draft) -> Affine:

@@ -208,10 +208,8 @@ class TestLoadedMachine:
     @pytest.fixture(autouse=True)
     def pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen, self.may_pin = list[tuple[int, int, int]](), 1 << 40
-        self.loads = list[StepLoad]()
 
         def measure(load: StepLoad) -> LoadedRates:
-            self.loads.append(load)
             for pieces in (load.host, load.back):
                 self.seen.append((len(pieces), len({piece.data_ptr() for piece in pieces}), pieces[0].numel()))
             return LoadedRates(h2d_gbs=10.0, d2h_gbs=20.0, quiet_gbs=15.0, update_ms=4.0, dram_gbs=60.0)

@@ -42,10 +42,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_load, "BURST_BYTES", SIZE)
 
 
-def make_load(
-    launch: Callable[[], object] = lambda: None, update: Callable[[], object] = lambda: None, size: int = SIZE
-) -> StepLoad:
-    host, back = (torch.arange(4 * size, dtype=torch.uint8).split(size) for _ in range(2))
+def make_load(launch: Callable[[], object] = lambda: None, update: Callable[[], object] = lambda: None) -> StepLoad:
+    host, back = (torch.arange(4 * SIZE, dtype=torch.uint8).split(SIZE) for _ in range(2))
     return StepLoad(device=torch.device("cpu"), host=host, back=back, launch=launch, update=update)
 
 
