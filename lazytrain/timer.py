@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,20 @@ class Timer:
 
         A GPU is kept busy with the same work before that, so that its clocks are those of a run.
         """
-        work()
-        self._wait()
-        once_s = max(1e-6, self._round_s(work, 1))
-        calls = max(1, min(MAX_REPEATS, round(self.floor_s / once_s / NUM_ROUNDS)))
-        self._keep_busy(work, calls, SETTLE_FLOORS * self.floor_s)
-        return statistics.median(self._round_s(work, calls) / calls for _ in range(NUM_ROUNDS)) * 1e3
+        return self.medians_ms([work])[0]
+
+    def medians_ms(self, works: Sequence[Callable[[], Any]]) -> list[float]:
+        """Return the time of one call of each, as `median_ms` does; they take turns, so that no clock favours one."""
+        counts = []
+        for work in works:
+            work()
+            self._wait()
+            once_s = max(1e-6, self._round_s(work, 1))
+            counts.append(max(1, min(MAX_REPEATS, round(self.floor_s / once_s / NUM_ROUNDS))))
+        turns = list(zip(works, counts, strict=True))
+        self._keep_busy(turns, SETTLE_FLOORS * self.floor_s)
+        rounds = [[self._round_s(work, calls) / calls for work, calls in turns] for _ in range(NUM_ROUNDS)]
+        return [statistics.median(times) * 1e3 for times in zip(*rounds, strict=True)]
 
     def _round_s(self, work: Callable[[], Any], calls: int) -> float:
         start_s = time.perf_counter()
@@ -45,14 +53,15 @@ class Timer:
 
     def warm_up(self, work: Callable[[], Any]) -> None:
         """Keep a GPU busy until its clocks are those of a long run; a CPU's do not depend on it."""
-        self._keep_busy(work, 10, WARM_UP_FLOORS * self.floor_s)
+        self._keep_busy([(work, 10)], WARM_UP_FLOORS * self.floor_s)
 
-    def _keep_busy(self, work: Callable[[], Any], calls: int, seconds: float) -> None:
+    def _keep_busy(self, turns: Sequence[tuple[Callable[[], Any], int]], seconds: float) -> None:
         if self.device.type != "cuda":
             return
         start_s = time.perf_counter()
         while time.perf_counter() - start_s < seconds:
-            self._round_s(work, calls)
+            for work, calls in turns:
+                self._round_s(work, calls)
 
     def extra_bytes(self, work: Callable[[], Any]) -> int | None:
         """Return how far one call raises the device's peak above its start; None where nobody counts (CPU)."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def profile_block(
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
-    On a GPU forward is measured beside updates on the CPU too, which make launches late.
+    All points' forwards take turns. On a GPU they are measured beside updates on the CPU too, which make launches late.
 
     Args:
         num_alike: over so many blocks' memory updates on the CPU go, from one to the next, as a step's do.
@@ -92,25 +93,36 @@ def profile_block(
     dy_btd = torch.randn_like(x_btd) * 1e-3
     timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
     sum_ms = _sum_ms(layout, num_microbatches, timer)
-    points = (_profile_point(program, i, params, x_btd, ctx, dy_btd, timer) for i in range(len(program.points)))
-    summed = tuple(replace(point, backward_ms=point.backward_ms + sum_ms) for point in points)
+    forwards = [partial(program.forward_keep, i, params, x_btd, ctx) for i in range(len(program.points))]
+    points = tuple(
+        _profile_point(program, i, params, x_btd, ctx, dy_btd, timer, forward_ms=forward_ms, sum_ms=sum_ms)
+        for i, forward_ms in enumerate(timer.medians_ms(forwards))
+    )
     if timer.device.type == "cuda" and layout.numel:
         with _updates_on_cpu(layout, settings, num_alike):
-            summed = tuple(
-                _slow_down(point, timer.median_ms(lambda i=i: program.forward_keep(i, params, x_btd, ctx)))  # type: ignore[misc]
-                for i, point in enumerate(summed)
-            )
-    return _unit_cost(unit, layout, x_btd, summed, settings, timer, num_alike)
+            timer.warm_up(forwards[0])  # the device cooled down while memory for the updates was made
+            points = tuple(map(_slow_down, points, timer.medians_ms(forwards)))
+    return _unit_cost(unit, layout, x_btd, points, settings, timer, num_alike)
 
 
 def _profile_point(
-    program: BlockPrograms, index: int, params: Params, x_btd: Tensor, ctx: Context, dy_btd: Tensor, timer: Timer
+    program: BlockPrograms,
+    index: int,
+    params: Params,
+    x_btd: Tensor,
+    ctx: Context,
+    dy_btd: Tensor,
+    timer: Timer,
+    *,
+    forward_ms: float,
+    sum_ms: float,
 ) -> ResidualPoint:
+    """Measure what a point keeps and needs, and its backward; its forward is known, and what summing grads adds."""
+
     def forward() -> Any:
         return program.forward_keep(index, params, x_btd, ctx)
 
     residuals = forward()[1]
-    forward_ms = timer.median_ms(forward)
     kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
 
     def backward() -> Any:
@@ -124,7 +136,10 @@ def _profile_point(
     else:
         workspace = max(peaks[0] - kept_bytes, peaks[1])
     return ResidualPoint(
-        residual_bytes=kept_bytes, forward_ms=forward_ms, backward_ms=backward_ms, workspace_bytes=max(0, workspace)
+        residual_bytes=kept_bytes,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms + sum_ms,
+        workspace_bytes=max(0, workspace),
     )
 
 

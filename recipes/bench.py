@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,16 +154,14 @@ def _measure(
     say(f"{name}: placed {model.num_params / 1e9:.2f}e9 parameters in {startup_s:.1f} s")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
     taken = _take_steps(step, state, config, options, host, say)
-    refills = torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if options.kernels and device.type == "cuda":
         batch = random_batch(config, options.batch, options.seq, seed=0)
         kernels = profile_kernels(lambda: [step(step(taken.state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
     simulation = simulate(planned.problem, planned.plan)
-    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s, refills)
+    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s)
     _write(options.out, name, planned, simulation, taken.spans, result)
     for line in result.describe():
         say(line)
@@ -182,13 +181,17 @@ class HostUse:
 
 
 class Taken(NamedTuple):
-    """The measured steps: an account each, all losses (warm-up too), the last one's spans, queue -> bytes a step."""
+    """The measured steps: an account each, all losses (warm-up too), the last one's spans, queue -> bytes a step.
+
+    `refills`: of every step, warm-up too.
+    """
 
     state: TrainState
     accounts: Sequence[Account]
     losses: Sequence[float]
     spans: Sequence[Span]
     moved: dict[str, float]
+    refills: Sequence[int]
 
 
 def _take_steps(
@@ -201,13 +204,14 @@ def _take_steps(
 ) -> Taken:
     batches = [random_batch(config, options.batch, options.seq, seed=i) for i in range(2)]
     lanes, accounts, losses = state.engine.lanes, list[Account](), []
-    before = lanes.bytes_moved.copy()
+    before, counts = lanes.bytes_moved.copy(), [_count_refills(lanes.device)]
     for i in range(options.warmup + options.steps):
         if i == options.warmup:
             before = lanes.bytes_moved.copy()
         state, metrics = step(state, batches[i % 2])
         host.look()
         losses.append(metrics.loss)
+        counts.append(_count_refills(lanes.device))
         if metrics.last_account is not None and i > options.warmup:
             accounts.append(metrics.last_account)
         if i <= options.warmup or (i + 1) % 10 == 0:
@@ -215,7 +219,12 @@ def _take_steps(
     moved = {queue: (count - before[queue]) / options.steps for queue, count in lanes.bytes_moved.items()}
     spans = state.engine.read_step()
     accounts.append(account_step(lanes.read_step()[0], spans))
-    return Taken(state, accounts, losses, spans, moved)
+    refills = [later - earlier for earlier, later in pairwise(counts)]
+    return Taken(state, accounts, losses, spans, moved, refills)
+
+
+def _count_refills(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
 def _list_kernels(kernels: KernelTime, count: int = 12) -> str:
@@ -232,7 +241,6 @@ def _summarize(
     peak: int | None,
     host_bytes: int,
     startup_s: float,
-    num_refills: int | None,
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*taken.accounts, strict=True)))
     tokens, losses = planned.problem.tokens_per_step, taken.losses
@@ -248,7 +256,8 @@ def _summarize(
         host_bytes=host_bytes,
         predicted_host_bytes=simulation.host_bytes + (device_bytes if planned.problem.device_is_host else 0),
         startup_s=startup_s,
-        num_refills=num_refills,
+        num_refills=sum(taken.refills),
+        num_steady_refills=sum(taken.refills[-len(taken.accounts) :]),
         account=mean,
         disk=bound_step(disk, simulation, step_ms=mean.step_ms, moved=taken.moved, spans=taken.spans) if disk else None,
         step_ms_each=tuple(account.step_ms for account in taken.accounts),

@@ -16,7 +16,8 @@ class Measured:
     `host_bytes`: the most that placing or a step left in use; without a GPU the device's part is in it. `disk`: None
     where no plan could use one.
     `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
-    given back and taken anew; the device waits meanwhile. `step_ms_each`: of every measured step, in order.
+    given back and taken anew; the device waits meanwhile. 0 without a GPU. `num_steady_refills`: in the measured steps.
+    `step_ms_each`: of every measured step, in order.
     """
 
     plan: str
@@ -29,7 +30,8 @@ class Measured:
     host_bytes: int
     predicted_host_bytes: int
     startup_s: float
-    num_refills: int | None
+    num_refills: int
+    num_steady_refills: int
     account: Account
     disk: DiskUse | None
     losses_digest: str
@@ -56,6 +58,7 @@ class Measured:
             lines.append(
                 f"  device peak {self.device_peak_bytes / GIB:.2f} GiB "
                 f"(predicted {self.predicted_device_bytes / GIB:.2f}, {share:+.1%}); "
-                f"memory taken anew {self.num_refills} times"
+                f"memory taken anew {self.num_refills} times, "
+                f"{self.num_steady_refills} of them in the measured steps"
             )
         return lines + (self.disk.describe() if self.disk is not None else [])

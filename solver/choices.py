@@ -39,6 +39,8 @@ class Keep(NamedTuple):
     place: str
 
 
+# A point so little above the hull, in shares of its time, is offered too: measured times err by as much.
+HULL_SLACK = 0.02
 RESIDENT = Lane(DEVICE, DEVICE, DEVICE, DEVICE)
 RECOMPUTE = Keep(0, NONE)
 
@@ -70,9 +72,10 @@ def list_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
 
 
 def list_hull_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
-    """Return the keeps whose points lie on the lower hull of (bytes, forward + backward time).
+    """Return the keeps whose points lie on the lower hull of (bytes, forward + backward time), or little above.
 
-    A point above the line between two others is about as good as a mix of those two over a few blocks.
+    A point above the line between two others is about as good as a mix of those two over a few blocks; but where all
+    blocks keep little, what they keep leaves evenly, so that one must be above by more than `HULL_SLACK` to be dropped.
     """
 
     def at(index: int) -> tuple[int, float]:
@@ -122,8 +125,8 @@ def _places(problem: Problem) -> tuple[str, ...]:
 
 
 def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
-    """Return whether b lies on or above the line from a to c (x grows from a to c)."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    """Return whether b lies above the line from a to c, by more than the slack (x grows from a to c)."""
+    return ((1 - HULL_SLACK) * b[1] - a[1]) * (c[0] - a[0]) > (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _is_beaten(unit: UnitCost, index: int) -> bool:

@@ -1,5 +1,6 @@
 """The bound that a disk's rates give, and what the bench says of it."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_the_bench_runs_on_nvme_and_says_what_bounds_it(
         return Disk(*measure_streams(path, 1 << 20, MANNER, seconds=0.01))
 
     monkeypatch.setattr(bench, "measure_disk", measure)
+    counts = itertools.cycle((3, 5, 5, 5, 6))  # before the steps of each plan, and after each of them
+    monkeypatch.setattr(bench, "_count_refills", lambda device: next(counts))
     common = ["--model", str(tmp_path / "m"), "--batch", "2", "--seq", "8", "--device", "cpu", "--floor", "0.001"]
     common += ["--spill-dir", str(tmp_path / "s"), "--warmup", "2", "--steps", "2", "--host-memory", "2GiB"]
     out = ["--out", str(tmp_path / "o")]
@@ -117,6 +120,7 @@ def test_the_bench_runs_on_nvme_and_says_what_bounds_it(
     for result, predicted in zip(json.loads((tmp_path / "o" / "bench.json").read_text()), plans, strict=True):
         assert predicted is not None
         assert result["predicted_host_bytes"] == predicted.host_bytes + predicted.device_peak_bytes
+        assert (result["num_refills"], result["num_steady_refills"]) == (3, 1)
         disk = result["disk"]  # the planner counts padding, which isn't stored
         assert disk["read_bytes"] == pytest.approx(disk["predicted_read_bytes"], rel=0.01)
         assert disk["write_bytes"] > 0
