@@ -83,7 +83,8 @@ def profile_block(
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
-    All points' forwards take turns. On a GPU they are measured beside updates on the CPU too, which make launches late.
+    The points take turns; backward is timed behind its forward, so that one point's residuals are there at a time. On a
+    GPU forward is measured beside updates on the CPU too, which make launches late.
 
     Args:
         num_alike: over so many blocks' memory updates on the CPU go, from one to the next, as a step's do.
@@ -93,54 +94,50 @@ def profile_block(
     dy_btd = torch.randn_like(x_btd) * 1e-3
     timer.warm_up(lambda: program.backward(0, params, x_btd, ctx, (), dy_btd))
     sum_ms = _sum_ms(layout, num_microbatches, timer)
-    forwards = [partial(program.forward_keep, i, params, x_btd, ctx) for i in range(len(program.points))]
     points = tuple(
-        _profile_point(program, i, params, x_btd, ctx, dy_btd, timer, forward_ms=forward_ms, sum_ms=sum_ms)
-        for i, forward_ms in enumerate(timer.medians_ms(forwards))
+        replace(point, backward_ms=point.backward_ms + sum_ms)
+        for point in _profile_points(program, params, x_btd, ctx, dy_btd, timer)
     )
     if timer.device.type == "cuda" and layout.numel:
+        forwards = [partial(program.forward_keep, i, params, x_btd, ctx) for i in range(len(points))]
         with _updates_on_cpu(layout, settings, num_alike):
             timer.warm_up(forwards[0])  # the device cooled down while memory for the updates was made
             points = tuple(map(_slow_down, points, timer.medians_ms(forwards)))
     return _unit_cost(unit, layout, x_btd, points, settings, timer, num_alike)
 
 
-def _profile_point(
-    program: BlockPrograms,
-    index: int,
-    params: Params,
-    x_btd: Tensor,
-    ctx: Context,
-    dy_btd: Tensor,
-    timer: Timer,
-    *,
-    forward_ms: float,
-    sum_ms: float,
-) -> ResidualPoint:
-    """Measure what a point keeps and needs, and its backward; its forward is known, and what summing grads adds."""
-
-    def forward() -> Any:
+def _profile_points(
+    program: BlockPrograms, params: Params, x_btd: Tensor, ctx: Context, dy_btd: Tensor, timer: Timer
+) -> list[ResidualPoint]:
+    def forward(index: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         return program.forward_keep(index, params, x_btd, ctx)
 
-    residuals = forward()[1]
-    kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
-
-    def backward() -> Any:
+    def backward(index: int, residuals: tuple[Tensor, ...]) -> Any:
         return program.backward(index, params, x_btd, ctx, residuals, dy_btd)
 
-    backward_ms = timer.median_ms(backward)
-    peaks = (timer.extra_bytes(forward), timer.extra_bytes(backward))
-    if peaks[0] is None or peaks[1] is None:
-        # Nobody counts on the CPU: all intermediates of the block, which keep-all bounds, for a recompute.
-        workspace = program.points[-1].residual_bytes
-    else:
-        workspace = max(peaks[0] - kept_bytes, peaks[1])
-    return ResidualPoint(
-        residual_bytes=kept_bytes,
-        forward_ms=forward_ms,
-        backward_ms=backward_ms + sum_ms,
-        workspace_bytes=max(0, workspace),
-    )
+    def both(index: int) -> Any:
+        return backward(index, forward(index)[1])
+
+    indices, points = range(len(program.points)), list[ResidualPoint]()
+    forward_ms, both_ms = (timer.medians_ms([partial(work, i) for i in indices]) for work in (forward, both))
+    for i in indices:
+        residuals = forward(i)[1]
+        kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
+        peaks = (timer.extra_bytes(partial(forward, i)), timer.extra_bytes(partial(backward, i, residuals)))
+        if peaks[0] is None or peaks[1] is None:
+            # Nobody counts on the CPU: all intermediates of the block, which keep-all bounds, for a recompute.
+            workspace = program.points[-1].residual_bytes
+        else:
+            workspace = max(peaks[0] - kept_bytes, peaks[1])
+        points.append(
+            ResidualPoint(
+                residual_bytes=kept_bytes,
+                forward_ms=forward_ms[i],
+                backward_ms=max(0.0, both_ms[i] - forward_ms[i]),
+                workspace_bytes=max(0, workspace),
+            )
+        )
+    return points
 
 
 def profile_head(
