@@ -26,7 +26,7 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.92, 0.9, 0.9
 # What the allocator may lose of a given limit to rounding and fragments.
 LIMIT_SHARE = 0.985
 # Room for the allocator's fragments, in tensors as large as a step's largest. With less it gives all free memory back
-# and takes it anew, up to four times a step, and the device and the next loads wait for that. On an H200 11 of 14 plans
+# and takes it anew, up to four times a step, and the device and the next loads wait for that. On an H200 12 of 15 plans
 # with 1.5 never did so, three of 14B 0.6 to 1.2 times a step; with 1 to 1.2 it took 30 to 70 ms a step, with next to
 # nothing 75 to 160 (tensors of 2.2 and 3.1 GB).
 ROOM_TENSORS = 1.5

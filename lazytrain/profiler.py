@@ -1,7 +1,8 @@
 """Measure what the planner needs to know of a model on this machine, at the shapes of the run.
 
-Every time is the median of repeats that fill `floor_s`, on random weights of the real shapes. Block programs, head and
-embed run as the sweep runs them; updates go from block to block; copies are of the size of a block.
+Every time is the median of repeats that fill `floor_s`, on random weights of the real shapes. Forward, head and embed
+run as the sweep runs them; a block's backward is what it adds to its forward; updates go from block to block; copies
+are of the size of a block.
 """
 
 import os

@@ -83,8 +83,8 @@ def profile_block(
 ) -> UnitCost:
     """Measure a block at every point of its residual curve; a microbatch's backward includes the sum of its grads.
 
-    The points take turns; backward is timed behind its forward, so that one point's residuals are there at a time. On a
-    GPU forward is measured beside updates on the CPU too, which make launches late.
+    Points take turns, and so do forward alone and forward with backward, whose difference is backward: no clock favours
+    one. On a GPU forward is measured beside updates on the CPU too, which make launches late.
 
     Args:
         num_alike: over so many blocks' memory updates on the CPU go, from one to the next, as a step's do.
@@ -119,21 +119,23 @@ def _profile_points(
         return backward(index, forward(index)[1])
 
     indices, points = range(len(program.points)), list[ResidualPoint]()
-    forward_ms, both_ms = (timer.medians_ms([partial(work, i) for i in indices]) for work in (forward, both))
-    for i in indices:
+    times_ms = iter(timer.medians_ms([partial(work, i) for i in indices for work in (forward, both)]))
+    for i, forward_ms, both_ms in zip(indices, times_ms, times_ms):
+        forward_bytes = timer.extra_bytes(partial(forward, i))
         residuals = forward(i)[1]
         kept_bytes = sum(r.numel() * r.element_size() for r in residuals)
-        peaks = (timer.extra_bytes(partial(forward, i)), timer.extra_bytes(partial(backward, i, residuals)))
-        if peaks[0] is None or peaks[1] is None:
+        backward_bytes = timer.extra_bytes(partial(backward, i, residuals))
+        del residuals  # before the next point's are made
+        if forward_bytes is None or backward_bytes is None:
             # Nobody counts on the CPU: all intermediates of the block, which keep-all bounds, for a recompute.
             workspace = program.points[-1].residual_bytes
         else:
-            workspace = max(peaks[0] - kept_bytes, peaks[1])
+            workspace = max(forward_bytes - kept_bytes, backward_bytes)
         points.append(
             ResidualPoint(
                 residual_bytes=kept_bytes,
-                forward_ms=forward_ms[i],
-                backward_ms=max(0.0, both_ms[i] - forward_ms[i]),
+                forward_ms=forward_ms,
+                backward_ms=max(0.0, both_ms - forward_ms),
                 workspace_bytes=max(0, workspace),
             )
         )

@@ -161,7 +161,7 @@ def _measure(
         kernels = profile_kernels(lambda: [step(step(taken.state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
     simulation = simulate(planned.problem, planned.plan)
-    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s)
+    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s, options.steps)
     _write(options.out, name, planned, simulation, taken.spans, result)
     for line in result.describe():
         say(line)
@@ -183,7 +183,7 @@ class HostUse:
 class Taken(NamedTuple):
     """The measured steps: an account each, all losses (warm-up too), the last one's spans, queue -> bytes a step.
 
-    `refills`: of every step, warm-up too.
+    `refills`: of every step, warm-up too; None without a GPU.
     """
 
     state: TrainState
@@ -191,7 +191,7 @@ class Taken(NamedTuple):
     losses: Sequence[float]
     spans: Sequence[Span]
     moved: dict[str, float]
-    refills: Sequence[int]
+    refills: Sequence[int] | None
 
 
 def _take_steps(
@@ -219,12 +219,13 @@ def _take_steps(
     moved = {queue: (count - before[queue]) / options.steps for queue, count in lanes.bytes_moved.items()}
     spans = state.engine.read_step()
     accounts.append(account_step(lanes.read_step()[0], spans))
-    refills = [later - earlier for earlier, later in pairwise(counts)]
+    known = [count for count in counts if count is not None]
+    refills = [later - earlier for earlier, later in pairwise(known)] if known else None
     return Taken(state, accounts, losses, spans, moved, refills)
 
 
-def _count_refills(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+def _count_refills(device: torch.device) -> int | None:
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
 def _list_kernels(kernels: KernelTime, count: int = 12) -> str:
@@ -241,6 +242,7 @@ def _summarize(
     peak: int | None,
     host_bytes: int,
     startup_s: float,
+    num_steps: int,
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*taken.accounts, strict=True)))
     tokens, losses = planned.problem.tokens_per_step, taken.losses
@@ -256,8 +258,8 @@ def _summarize(
         host_bytes=host_bytes,
         predicted_host_bytes=simulation.host_bytes + (device_bytes if planned.problem.device_is_host else 0),
         startup_s=startup_s,
-        num_refills=sum(taken.refills),
-        num_steady_refills=sum(taken.refills[-len(taken.accounts) :]),
+        num_refills=None if taken.refills is None else sum(taken.refills),
+        num_steady_refills=None if taken.refills is None else sum(taken.refills[len(losses) - num_steps :]),
         account=mean,
         disk=bound_step(disk, simulation, step_ms=mean.step_ms, moved=taken.moved, spans=taken.spans) if disk else None,
         step_ms_each=tuple(account.step_ms for account in taken.accounts),

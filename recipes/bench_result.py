@@ -16,8 +16,8 @@ class Measured:
     `host_bytes`: the most that placing or a step left in use; without a GPU the device's part is in it. `disk`: None
     where no plan could use one.
     `num_refills`: how often, warm-up included, device memory was so full or so cut up that all that was free had to be
-    given back and taken anew; the device waits meanwhile. 0 without a GPU. `num_steady_refills`: in the measured steps.
-    `step_ms_each`: of every measured step, in order.
+    given back and taken anew; the device waits meanwhile. `num_steady_refills`: in the measured steps. Both are None
+    without a GPU. `step_ms_each`: of every measured step, in order.
     """
 
     plan: str
@@ -30,8 +30,8 @@ class Measured:
     host_bytes: int
     predicted_host_bytes: int
     startup_s: float
-    num_refills: int
-    num_steady_refills: int
+    num_refills: int | None
+    num_steady_refills: int | None
     account: Account
     disk: DiskUse | None
     losses_digest: str

@@ -39,8 +39,6 @@ class Keep(NamedTuple):
     place: str
 
 
-# A point so little above the hull, in shares of its time, is offered too: measured times err by as much.
-HULL_SLACK = 0.03
 RESIDENT = Lane(DEVICE, DEVICE, DEVICE, DEVICE)
 RECOMPUTE = Keep(0, NONE)
 
@@ -72,10 +70,9 @@ def list_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
 
 
 def list_hull_keeps(problem: Problem, unit: UnitCost) -> tuple[Keep, ...]:
-    """Return the keeps whose points lie on the lower hull of (bytes, forward + backward time), or little above.
+    """Return the keeps whose points lie on the lower hull of (bytes, forward + backward time).
 
-    A point above the line between two others is about as good as a mix of those two over a few blocks; but where all
-    blocks keep little, what they keep leaves evenly, so that one must be above by more than `HULL_SLACK` to be dropped.
+    A point above the line between two others is about as good as a mix of those two over a few blocks.
     """
 
     def at(index: int) -> tuple[int, float]:
@@ -102,6 +99,38 @@ def list_block_plans(problem: Problem, block_idx: int) -> Iterator[UnitPlan]:
         yield make_unit_plan(lane, keep, boundary)
 
 
+class Options(NamedTuple):
+    """The choices of one unit; no keeps and boundaries for embed and head."""
+
+    lanes: tuple[Lane, ...]
+    keeps: tuple[Keep, ...]
+    boundaries: tuple[str, ...]
+
+
+def list_options(problem: Problem, u: int, *, wide: bool = False) -> Options:
+    """Return what a search tries for unit u: every lane, and keeps on the hull; `wide`: all keeps."""
+    lanes = list_lanes(problem, u)
+    if u in (0, len(problem.units) - 1):
+        return Options(lanes, (), ())
+    list_some = list_keeps if wide else list_hull_keeps
+    return Options(lanes, list_some(problem, problem.units[u]), list_boundaries(problem))
+
+
+def list_neighbours(options: Options, before: UnitPlan) -> Iterator[UnitPlan]:
+    """Yield the decisions that differ from `before` in one choice."""
+    lane = Lane(before.weights, before.states, before.update, before.grads)
+    keep = Keep(before.residual_point, before.residuals)
+    for other in options.lanes:
+        if other != lane:
+            yield make_unit_plan(other, keep, before.boundary)
+    for other_keep in options.keeps:
+        if other_keep != keep:
+            yield make_unit_plan(lane, other_keep, before.boundary)
+    for place in options.boundaries:
+        if place != before.boundary:
+            yield make_unit_plan(lane, keep, place)
+
+
 @cache  # equal decisions are then one object, which is quick to compare
 def make_unit_plan(lane: Lane, keep: Keep = RECOMPUTE, boundary: str = DEVICE) -> UnitPlan:
     """Return the three choices as a unit's decisions."""
@@ -125,8 +154,8 @@ def _places(problem: Problem) -> tuple[str, ...]:
 
 
 def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
-    """Return whether b lies above the line from a to c, by more than the slack (x grows from a to c)."""
-    return ((1 - HULL_SLACK) * b[1] - a[1]) * (c[0] - a[0]) > (c[1] - a[1]) * (b[0] - a[0])
+    """Return whether b lies on or above the line from a to c (x grows from a to c)."""
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def _is_beaten(unit: UnitCost, index: int) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
+from lazytrain.solver.choices import Options, list_neighbours, list_options
 from lazytrain.solver.deadline import Deadline
 from lazytrain.solver.evaluation import Evaluator
 from lazytrain.solver.plan import UnitPlan
-from lazytrain.solver.search import Options, list_neighbours, list_options
 from lazytrain.solver.starts import put_in_runs, spread
 from lazytrain.solver.vectors import Decisions
 

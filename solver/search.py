@@ -13,20 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from lazytrain.solver.choices import (
-    Keep,
-    Lane,
-    intern_units,
-    list_boundaries,
-    list_hull_keeps,
-    list_lanes,
-    make_unit_plan,
-)
+from lazytrain.solver.choices import Lane, intern_units, list_neighbours, list_options
 from lazytrain.solver.deadline import Deadline
 from lazytrain.solver.evaluation import MIN_GAIN, Evaluator, Price
 from lazytrain.solver.plan import Plan, UnitPlan, make_plan
 from lazytrain.solver.pricing import MAX_TOGETHER
-from lazytrain.solver.problem import Problem
 from lazytrain.solver.vectors import Decisions
 
 TURNS = (0.5, 0.0, 1.0)  # which of the blocks that decide alike stands for them in a round
@@ -154,8 +145,20 @@ class Search:
             priced = self.price_changes(TURNS[turn])
             is_better = any((self._take_singles(priced), self._take_pairs(priced)))
             turn, in_vain = (turn + 1) % len(TURNS), 0 if is_better else in_vain + 1
-            if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth()):
+            if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth() or self.widen()):
                 in_vain = 0
+
+    def widen(self) -> bool:
+        """Try all keeps from now on; return whether that is more than before.
+
+        At first those on the hull do: few, so that the search is quick. But where all blocks keep little, it leaves
+        evenly, so that a point above the hull may be best.
+        """
+        before, self._options = (
+            self._options,
+            [list_options(self.problem, u, wide=True) for u in range(len(self.units))],
+        )
+        return self._options != before
 
     def _missing_bytes(self, many: Sequence[Units]) -> list[int]:
         return [need.missing_bytes for need in self.evaluator.measure([(self.depth, units) for units in many])]
@@ -277,37 +280,6 @@ class Search:
     def _take_depth(self) -> bool:
         depths = [depth for depth in self.problem.prefetch_depths if depth != self.depth]
         return any(self.take(self.units, depth) for depth in depths)
-
-
-class Options(NamedTuple):
-    """The choices of one unit; no keeps and boundaries for embed and head."""
-
-    lanes: tuple[Lane, ...]
-    keeps: tuple[Keep, ...]
-    boundaries: tuple[str, ...]
-
-
-def list_options(problem: Problem, u: int) -> Options:
-    """Return what the search tries for unit u: every lane, and keeps on the hull."""
-    lanes = list_lanes(problem, u)
-    if u in (0, len(problem.units) - 1):
-        return Options(lanes, (), ())
-    return Options(lanes, list_hull_keeps(problem, problem.units[u]), list_boundaries(problem))
-
-
-def list_neighbours(options: Options, before: UnitPlan) -> Iterator[UnitPlan]:
-    """Yield the decisions that differ from `before` in one choice."""
-    lane = Lane(before.weights, before.states, before.update, before.grads)
-    keep = Keep(before.residual_point, before.residuals)
-    for other in options.lanes:
-        if other != lane:
-            yield make_unit_plan(other, keep, before.boundary)
-    for other_keep in options.keeps:
-        if other_keep != keep:
-            yield make_unit_plan(lane, other_keep, before.boundary)
-    for place in options.boundaries:
-        if place != before.boundary:
-            yield make_unit_plan(lane, keep, place)
 
 
 def _apply(units: Units, change: Change) -> Units:

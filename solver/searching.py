@@ -6,11 +6,11 @@ A start says little of what becomes of it, so that none is dropped before it was
 import random
 
 from lazytrain.solver.baselines import Baseline
-from lazytrain.solver.choices import intern_units, make_unit_plan
+from lazytrain.solver.choices import intern_units, list_options, make_unit_plan
 from lazytrain.solver.deadline import Deadline
 from lazytrain.solver.mixing import climb, list_mixes
 from lazytrain.solver.pursuit import Pursuit
-from lazytrain.solver.search import Search, list_options
+from lazytrain.solver.search import Search
 from lazytrain.solver.tidying import tidy
 from lazytrain.solver.vectors import Decisions
 
