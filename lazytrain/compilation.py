@@ -1,5 +1,6 @@
 """torch.compile for block programs, with the way back to eager where it does not work."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,9 +43,11 @@ class Compiler:
             except Exception as error:
                 self.works = False
                 LOG.warning("torch.compile failed, so blocks run eagerly: %s", first_line(error))
-                return eager(arguments)
-            compiled = first
-            return outputs
+            else:
+                compiled = first
+                return outputs
+            gc.collect()  # the exception and its frames, which hold the arguments, are a cycle
+            return eager(arguments)
 
         return run
 

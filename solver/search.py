@@ -154,10 +154,8 @@ class Search:
         At first those on the hull do: few, so that the search is quick. But where all blocks keep little, it leaves
         evenly, so that a point above the hull may be best.
         """
-        before, self._options = (
-            self._options,
-            [list_options(self.problem, u, wide=True) for u in range(len(self.units))],
-        )
+        before = self._options
+        self._options = [list_options(self.problem, u, wide=True) for u in range(len(self.units))]
         return self._options != before
 
     def _missing_bytes(self, many: Sequence[Units]) -> list[int]:

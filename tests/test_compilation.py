@@ -1,6 +1,8 @@
 """Compiled block programs, and the way back to eager ones."""
 
+import gc
 import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +66,26 @@ def test_failing_compiler_means_eager_and_one_line(
             assert torch.equal(run(programs, point.index, sample)[2], plain_autograd(sample)[2])
     assert len(caplog.messages) == 1
     assert "no C++ compiler here" in caplog.messages[0]
+
+
+def test_a_failed_attempt_holds_no_memory() -> None:
+    """Its frames held the arguments, a block's weights among them, until the garbage collector came by."""
+
+    def breaks(x: torch.Tensor) -> tuple[torch.Tensor]:
+        torch._dynamo.graph_break()
+        return (2 * x,)
+
+    compiler, x = compilation.Compiler(), torch.ones(8)
+    program = compiler.compile(breaks, lambda arguments: (2 * arguments.pop(),))
+    gc.disable()
+    try:
+        assert torch.equal(program([x])[0], 2 * torch.ones(8))
+        left = weakref.ref(x)
+        del x
+        assert not compiler.works
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_lack_of_memory_is_no_failure_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
