@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +160,7 @@ def _measure(
         kernels = profile_kernels(lambda: [step(step(taken.state, batch)[0], batch)])
         say(f"  GPU busy {kernels.busy_share:.1%} of two steps; " + _list_kernels(kernels))
     simulation = simulate(planned.problem, planned.plan)
-    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s, options.steps)
+    result = _summarize(name, planned, model, taken, simulation, disk, peak, host.peak_bytes, startup_s)
     _write(options.out, name, planned, simulation, taken.spans, result)
     for line in result.describe():
         say(line)
@@ -183,7 +182,7 @@ class HostUse:
 class Taken(NamedTuple):
     """The measured steps: an account each, all losses (warm-up too), the last one's spans, queue -> bytes a step.
 
-    `refills`: of every step, warm-up too; None without a GPU.
+    `num_refills`: warm-up too, and `num_steady_refills`, of the measured steps alone; None without a GPU.
     """
 
     state: TrainState
@@ -191,7 +190,8 @@ class Taken(NamedTuple):
     losses: Sequence[float]
     spans: Sequence[Span]
     moved: dict[str, float]
-    refills: Sequence[int] | None
+    num_refills: int | None
+    num_steady_refills: int | None
 
 
 def _take_steps(
@@ -204,14 +204,14 @@ def _take_steps(
 ) -> Taken:
     batches = [random_batch(config, options.batch, options.seq, seed=i) for i in range(2)]
     lanes, accounts, losses = state.engine.lanes, list[Account](), []
-    before, counts = lanes.bytes_moved.copy(), [_count_refills(lanes.device)]
+    before, cold_refills = lanes.bytes_moved.copy(), _count_refills(lanes.device)
+    warm_refills = cold_refills
     for i in range(options.warmup + options.steps):
         if i == options.warmup:
-            before = lanes.bytes_moved.copy()
+            before, warm_refills = lanes.bytes_moved.copy(), _count_refills(lanes.device)
         state, metrics = step(state, batches[i % 2])
         host.look()
         losses.append(metrics.loss)
-        counts.append(_count_refills(lanes.device))
         if metrics.last_account is not None and i > options.warmup:
             accounts.append(metrics.last_account)
         if i <= options.warmup or (i + 1) % 10 == 0:
@@ -219,13 +219,17 @@ def _take_steps(
     moved = {queue: (count - before[queue]) / options.steps for queue, count in lanes.bytes_moved.items()}
     spans = state.engine.read_step()
     accounts.append(account_step(lanes.read_step()[0], spans))
-    known = [count for count in counts if count is not None]
-    refills = [later - earlier for earlier, later in pairwise(known)] if known else None
-    return Taken(state, accounts, losses, spans, moved, refills)
+    refills = _count_refills(lanes.device)
+    steady = _difference(refills, warm_refills)
+    return Taken(state, accounts, losses, spans, moved, _difference(refills, cold_refills), steady)
 
 
 def _count_refills(device: torch.device) -> int | None:
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
+
+
+def _difference(later: int | None, earlier: int | None) -> int | None:
+    return None if later is None or earlier is None else later - earlier
 
 
 def _list_kernels(kernels: KernelTime, count: int = 12) -> str:
@@ -242,7 +246,6 @@ def _summarize(
     peak: int | None,
     host_bytes: int,
     startup_s: float,
-    num_steps: int,
 ) -> Measured:
     mean = Account(*(statistics.fmean(values) for values in zip(*taken.accounts, strict=True)))
     tokens, losses = planned.problem.tokens_per_step, taken.losses
@@ -258,8 +261,8 @@ def _summarize(
         host_bytes=host_bytes,
         predicted_host_bytes=simulation.host_bytes + (device_bytes if planned.problem.device_is_host else 0),
         startup_s=startup_s,
-        num_refills=None if taken.refills is None else sum(taken.refills),
-        num_steady_refills=None if taken.refills is None else sum(taken.refills[len(losses) - num_steps :]),
+        num_refills=taken.num_refills,
+        num_steady_refills=taken.num_steady_refills,
         account=mean,
         disk=bound_step(disk, simulation, step_ms=mean.step_ms, moved=taken.moved, spans=taken.spans) if disk else None,
         step_ms_each=tuple(account.step_ms for account in taken.accounts),

@@ -145,10 +145,10 @@ class Search:
             priced = self.price_changes(TURNS[turn])
             is_better = any((self._take_singles(priced), self._take_pairs(priced)))
             turn, in_vain = (turn + 1) % len(TURNS), 0 if is_better else in_vain + 1
-            if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth() or self.widen()):
+            if in_vain == len(TURNS) and (self._take_exchange() or self._take_depth() or self._widen()):
                 in_vain = 0
 
-    def widen(self) -> bool:
+    def _widen(self) -> bool:
         """Try all keeps from now on; return whether that is more than before.
 
         At first those on the hull do: few, so that the search is quick. But where all blocks keep little, it leaves

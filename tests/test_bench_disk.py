@@ -102,7 +102,7 @@ def test_the_bench_runs_on_nvme_and_says_what_bounds_it(
         return Disk(*measure_streams(path, 1 << 20, MANNER, seconds=0.01))
 
     monkeypatch.setattr(bench, "measure_disk", measure)
-    counts = itertools.cycle((3, 5, 6, 8, 8, 9))  # before the steps of each plan, and after each of them
+    counts = itertools.cycle((3, 6, 9))  # of each plan: before its steps, after warm-up, after all
     monkeypatch.setattr(bench, "_count_refills", lambda device: next(counts))
     common = ["--model", str(tmp_path / "m"), "--batch", "2", "--seq", "8", "--device", "cpu", "--floor", "0.001"]
     common += ["--spill-dir", str(tmp_path / "s"), "--warmup", "2", "--steps", "3", "--host-memory", "2GiB"]

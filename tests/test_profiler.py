@@ -14,7 +14,7 @@ from lazytrain.gradients import add_microbatch
 from lazytrain.planning import choose_plan, solve_problem
 from lazytrain.profiler import Profiler
 from lazytrain.programs import ProgramCache
-from lazytrain.solver.problem import Hardware
+from lazytrain.solver.problem import Hardware, ResidualPoint
 from lazytrain.step_load import LoadedRates, StepLoad
 
 GIB = 1 << 30
@@ -140,8 +140,11 @@ def test_backward_includes_the_sum_of_grads(num_microbatches: int, monkeypatch: 
     assert unit_costs._sum_ms(layout, num_microbatches, timer) == 10.0 / num_microbatches
     assert squares == [False] * (num_microbatches - 1) + [True]
     monkeypatch.setattr(unit_costs, "_sum_ms", lambda *_: 1e6)
+    point = ResidualPoint(residual_bytes=0, forward_ms=1.0, backward_ms=2.0, workspace_bytes=0)
+    monkeypatch.setattr(unit_costs, "_profile_points", lambda *_: [point])
     problem = profiler.problem(num_microbatches)
-    assert all(point.backward_ms >= 1e6 > point.forward_ms for point in problem.blocks[0].points)
+    assert all(point.backward_ms > 1e6 > point.forward_ms for point in problem.blocks[0].points)
+    assert problem.blocks[0].points == (replace(point, backward_ms=1e6 + 2.0),)
 
 
 def test_each_point_gets_its_own_times() -> None:

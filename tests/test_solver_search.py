@@ -166,7 +166,7 @@ def test_points_above_the_hull_are_tried_in_the_end(monkeypatch: pytest.MonkeyPa
     wide = make_search(problem, start, 3000)
     wide.run()
     assert any(unit.residual_point == 1 for unit in wide.units)
-    monkeypatch.setattr(Search, "widen", lambda self: False)
+    monkeypatch.setattr(Search, "_widen", lambda self: False)
     narrow = make_search(problem, start, 3000)
     narrow.run()
     assert wide.step_ms < 0.985 * narrow.step_ms
